@@ -481,7 +481,9 @@ def _check_scalars(plan: Plan) -> None:
 def _check_ranks(plan: Plan) -> None:
     ranks = sorted(rank for replica in plan.replicas for rank in replica.ranks)
     if not ranks or ranks != list(range(plan.world_size)):
-        raise ValueError(f"plan: {plan.world_size} devices need the ranks 0 to {plan.world_size - 1} once each, got {ranks}")
+        raise ValueError(
+            f"plan: {plan.world_size} devices need the ranks 0 to {plan.world_size - 1} once each, got {ranks}"
+        )
     for index, replica in enumerate(plan.replicas):
         if replica.sequences < 1:
             raise ValueError(f"plan: replica {index} has {replica.sequences} sequences a micro-step, needs at least 1")

@@ -1,0 +1,281 @@
+"""The cluster: device types with achieved rates, nodes written as class x count, and the links between them.
+
+Units are in the names: ``_tflops`` 1e12 floating-point operations a second, ``_gb`` 1e9 bytes, ``_gb_per_s`` 1e9
+bytes a second per direction. Rates are *achieved*, not datasheet, except `Device.peak_tflops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hexiseq.plan import DTYPES
+
+KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "cpu", "dense")
+VENDORS = ("nvidia", "amd", "cpu")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device type.
+
+    Attributes:
+        type: name in the catalogue, such as ``h100_sxm``.
+        vendor: one of `VENDORS`.
+        names: what the driver calls it (substrings), to recognise it at run time.
+        peak_tflops: dense datasheet peak in 16-bit (for MFU only).
+        gemm_tflops: achieved matrix multiplication.
+        attention_forward_tflops, attention_backward_tflops: achieved by `kernel`, causal, long sequences.
+        memory_gb, hbm_gb_per_s: device memory and its bandwidth.
+        overhead_gb: memory that no tensor can use: context, communicators.
+        launch_us: fixed cost of one kernel call.
+        dtypes: compute types it can run.
+        kernel: attention kernel, one of `KERNELS`.
+        source: where the rates come from.
+    """
+
+    type: str
+    vendor: str
+    peak_tflops: float
+    gemm_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    memory_gb: float
+    hbm_gb_per_s: float
+    overhead_gb: float
+    launch_us: float
+    dtypes: tuple[str, ...]
+    kernel: str
+    source: str
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"device type {self.type!r}"
+        for field in dataclasses.fields(self):
+            if field.name.endswith(("_tflops", "_gb_per_s", "memory_gb")):
+                _check_positive(where, field.name, getattr(self, field.name))
+            elif field.name in ("overhead_gb", "launch_us"):
+                _check_positive(where, field.name, getattr(self, field.name), zero=True)
+        _check_choice(where, "vendor", self.vendor, VENDORS)
+        _check_choice(where, "kernel", self.kernel, KERNELS)
+        if not self.dtypes:
+            raise ValueError(f"{where}: dtypes is empty; name at least one of {', '.join(DTYPES)}")
+        for dtype in self.dtypes:
+            _check_choice(where, "dtypes", dtype, tuple(DTYPES))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One device of a node: its type and, for CPU ranks, the cores its process is pinned to (empty: not pinned)."""
+
+    device: Device
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """A class of ``count`` identical nodes. Network bandwidth is ``nics * nic_gb_per_s`` per node and direction."""
+
+    name: str
+    seats: tuple[Seat, ...]
+    intra_gb_per_s: float
+    nics: int
+    nic_gb_per_s: float
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        where = f"node {self.name!r}"
+        if not self.seats:
+            raise ValueError(f"{where}: has no devices")
+        for name in ("intra_gb_per_s", "nics", "nic_gb_per_s"):
+            _check_positive(where, name, getattr(self, name))
+        for name in ("nics", "count"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{where}: {name} must be a positive integer, got {getattr(self, name)!r}")
+
+    @property
+    def network_gb_per_s(self) -> float:
+        return self.nics * self.nic_gb_per_s
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bandwidth between two nodes (or node classes), where it differs from what their NICs allow. Symmetric."""
+
+    nodes: tuple[str, str]
+    gb_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_positive(f"link {' - '.join(self.nodes)}", "gb_per_s", self.gb_per_s)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of the expanded cluster: its index, seat, and its node by index, name and class name."""
+
+    index: int
+    seat: Seat
+    node: int
+    node_name: str
+    node_class: Node
+
+    @property
+    def device(self) -> Device:
+        return self.seat.device
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Node classes and the links that are special.
+
+    Raises:
+        ValueError: two nodes with one name, a link to a node that is not there, AMD and NVIDIA in one cluster.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError(f"cluster {self.name!r}: has no nodes")
+        names = [node.name for node in self.nodes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"cluster {self.name!r}: two nodes are called {name!r}; write one with count: 2, "
+                                 "or give each its own name")  # fmt: skip
+        known = set(names) | {place.node_name for place in self.places}
+        for link in self.links:
+            for name in link.nodes:
+                if name not in known:
+                    raise ValueError(f"cluster {self.name!r}: a link names node {name!r}; nodes are {', '.join(names)}")
+        vendors = sorted({place.device.vendor for place in self.places})
+        if "amd" in vendors and "nvidia" in vendors:
+            raise ValueError(
+                f"cluster {self.name!r}: AMD and NVIDIA devices cannot share a job (no common collectives)"
+            )
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All devices, node after node, in the order written."""
+        places: list[Place] = []
+        node = 0
+        for node_class in self.nodes:
+            for i in range(node_class.count):
+                name = node_class.name if node_class.count == 1 else f"{node_class.name}-{i}"
+                places += [
+                    Place(len(places) + j, seat, node, name, node_class) for j, seat in enumerate(node_class.seats)
+                ]
+                node += 1
+        return tuple(places)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The distinct device types, in order of appearance."""
+        return tuple(dict.fromkeys(place.device for place in self.places))
+
+    @cached_property
+    def _link_table(self) -> dict[frozenset[str], float]:
+        return {frozenset(link.nodes): link.gb_per_s for link in self.links}
+
+    def bandwidth_gb_per_s(self, a: Place, b: Place) -> float:
+        """Bandwidth between two devices' nodes per direction: within the node, a link's own, or the slower NICs'."""
+        if a.node == b.node:
+            return a.node_class.intra_gb_per_s
+        for x in (a.node_name, a.node_class.name):
+            for y in (b.node_name, b.node_class.name):
+                if (found := self._link_table.get(frozenset((x, y)))) is not None:
+                    return found
+        return min(a.node_class.network_gb_per_s, b.node_class.network_gb_per_s)
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> Cluster:
+        """Build from plain containers, as ``conf/cluster/*.yaml`` resolves to.
+
+        Keys: ``name``; ``gpus``: catalogue entries by type; ``nodes``: list of ``name``, ``count``, ``devices`` (list
+        of ``type``, ``count``, ``cores``), ``intra_gb_per_s``, ``nics``, ``nic_gb_per_s``; ``links``: list of
+        ``nodes`` (two names) and ``gb_per_s``.
+
+        Raises:
+            ValueError: naming the key, its value and what is allowed.
+        """
+        where = f"cluster {config.get('name', '?')!r}"
+        _check_keys(where, config, required=("name", "gpus", "nodes"), optional=("links",))
+        catalogue = {name: _device(name, entry) for name, entry in config["gpus"].items()}
+        nodes = tuple(_node(where, entry, catalogue) for entry in config["nodes"])
+        links = []
+        for entry in config.get("links") or ():
+            _check_keys(f"{where}: link", entry, required=("nodes", "gb_per_s"))
+            if len(entry["nodes"]) != 2:
+                raise ValueError(f"{where}: a link joins two nodes, got {list(entry['nodes'])}")
+            links.append(Link((str(entry["nodes"][0]), str(entry["nodes"][1])), entry["gb_per_s"]))
+        return Cluster(str(config["name"]), nodes, tuple(links))
+
+
+def device_from_config(config: Mapping[str, Any]) -> Device:
+    """One catalogue entry, as ``conf/gpu/*.yaml`` holds it."""
+    return _device(str(config.get("type", "?")), config)
+
+
+def _device(name: str, entry: Mapping[str, Any]) -> Device:
+    fields = dataclasses.fields(Device)
+    required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
+    _check_keys(f"gpus.{name}", entry, required=required, optional=("names",))
+    tuples = {key: tuple(entry[key]) for key in ("dtypes", "names") if entry.get(key) is not None}
+    return Device(**{**entry, **tuples})
+
+
+def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device]) -> Node:
+    where = f"{where}: node {entry.get('name', '?')!r}"
+    required = ("name", "devices", "intra_gb_per_s", "nics", "nic_gb_per_s")
+    _check_keys(where, entry, required=required, optional=("count",))
+    seats: list[Seat] = []
+    for item in entry["devices"]:
+        _check_keys(f"{where}: device", item, required=("type",), optional=("count", "cores"))
+        if item["type"] not in catalogue:
+            raise ValueError(
+                f"{where}: unknown device type {item['type']!r}; the cluster's gpus are {', '.join(sorted(catalogue))} "
+                "(add one with +gpu@cluster.gpus.NAME=NAME)"
+            )
+        count = item.get("count", 1)
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{where}: count of {item['type']} must be a positive integer, got {count!r}")
+        seats += [Seat(catalogue[item["type"]], tuple(item.get("cores") or ()))] * count
+    rest = {key: entry[key] for key in ("intra_gb_per_s", "nics", "nic_gb_per_s")}
+    return Node(str(entry["name"]), tuple(seats), **rest, count=entry.get("count", 1))
+
+
+def _check_keys(where: str, entry: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where}: expected a mapping with {', '.join(required)}, got {entry!r}")
+    missing = [key for key in required if key not in entry]
+    unknown = [key for key in entry if key not in (*required, *optional)]
+    if missing or unknown:
+        raise ValueError(
+            f"{where}: "
+            + "; ".join(
+                text
+                for text in (
+                    f"missing {', '.join(missing)}" if missing else "",
+                    f"unknown {', '.join(map(str, unknown))} (known: {', '.join((*required, *optional))})"
+                    if unknown
+                    else "",
+                )
+                if text
+            )
+        )
+
+
+def _check_positive(where: str, name: str, value: Any, *, zero: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{where}: {name} must be a {'non-negative' if zero else 'positive'} number, got {value!r}")
+
+
+def _check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{where}: {name} {value!r} is not one of {', '.join(choices)}")

@@ -1,0 +1,149 @@
+"""The workload: a model's shape and what training it on a sequence takes, in FLOPs and bytes.
+
+A multiply-add is two FLOPs; an attention score and its use are four per query head, pair and head dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hexiseq.plan import DTYPES, RECOMPUTE_MODES
+
+# Parameters, gradients and two Adam moments are kept in fp32, sharded over all ranks.
+STATE_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with gated MLP and grouped-query attention.
+
+    Raises:
+        ValueError: a size that is not positive; query heads that are not a multiple of KV heads.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"model {self.name!r}"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{where}: {field.name} must be a positive integer, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{where}: {self.heads} query heads are not a multiple of {self.kv_heads} KV heads; "
+                "set num_attention_heads to a multiple of num_key_value_heads"
+            )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention and MLP matrices and the two norms."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Input embedding and output head (one matrix when tied), and the last norm."""
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+    @staticmethod
+    def from_hf_config(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
+        """Read the shape from the keys of a Hugging Face decoder config. Raises ValueError on a missing key."""
+        label = name or str(config.get("model_type", "?"))
+        required = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        if missing := [key for key in required if config.get(key) is None]:
+            raise ValueError(f"model {label!r}: the config lacks {', '.join(missing)}")
+        heads = config["num_attention_heads"]
+        kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+        if head_dim is None:
+            if not isinstance(heads, int) or heads < 1 or config["hidden_size"] % heads:
+                raise ValueError(
+                    f"model {label!r}: hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
+                    f"{heads}; set head_dim"
+                )
+            head_dim = config["hidden_size"] // heads
+        return ModelShape(
+            name=label,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            vocab=config["vocab_size"],
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one optimizer step processes.
+
+    Attributes:
+        sequences: sequences of one micro-step over all replicas.
+        accumulation: micro-steps of an optimizer step.
+        keep_parameters: keep gathered parameters after forward (``reshard_after_forward=False``).
+    """
+
+    model: ModelShape
+    seq_len: int
+    dtype: str
+    recompute: str
+    sequences: int
+    accumulation: int
+    keep_parameters: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("seq_len", 2), ("sequences", 1), ("accumulation", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"workload: {name} must be an integer of at least {least}, got {value!r}")
+        for name, choices in (("dtype", tuple(DTYPES)), ("recompute", RECOMPUTE_MODES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"workload: {name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPES[self.dtype]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq_len * self.sequences * self.accumulation
+
+
+def linear_flops(model: ModelShape) -> int:
+    """Matrix FLOPs of one layer for one token, forward."""
+    return 2 * (model.layer_parameters - 2 * model.hidden)
+
+
+def attention_flops(model: ModelShape, pairs: float) -> float:
+    """Attention FLOPs of one layer and one query head over `pairs` (query, key) pairs, forward."""
+    return 4 * model.head_dim * pairs
+
+
+def head_flops(model: ModelShape) -> int:
+    """FLOPs of the output head for one token, forward."""
+    return 2 * model.hidden * model.vocab
+
+
+def model_flops(workload: Workload) -> float:
+    """Useful FLOPs of an optimizer step: forward and backward, exact causal pairs, nothing recomputed (for MFU)."""
+    model, n = workload.model, workload.seq_len
+    pairs = n * (n + 1) / 2
+    forward = model.layers * (linear_flops(model) * n + model.heads * attention_flops(model, pairs))
+    return 3 * (forward + head_flops(model) * n) * workload.sequences * workload.accumulation
