@@ -1,0 +1,208 @@
+"""One way into a job: start the local ranks, or join the ranks a launcher (torchrun, one task a rank) has started.
+
+The process the user started composes the configuration and prepares the run folder; ranks only ever read what it
+prepared. A worker is a command (``python -m recipes.NAME RUN_DIR``), so nothing is pickled and Hydra never runs twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hexiseq.plan import Plan
+
+log = logging.getLogger(__name__)
+
+USER_ERROR_CODE = 2
+_JOIN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankFailed(RuntimeError):
+    """A rank of a local job died or raised; the message names it and says where its log is."""
+
+
+def joined() -> bool:
+    """Whether a launcher has already started the ranks, this process being one of them."""
+    return all(name in os.environ for name in _JOIN_VARIABLES)
+
+
+def rank() -> int:
+    """Global rank of this process; 0 where nothing was launched."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def broadcast_run(prepare: Callable[[], dict[str, Any]] | None, timeout_seconds: float) -> dict[str, Any]:
+    """Give every joined rank what rank 0 prepared: plain containers, sent as JSON through the rendezvous store.
+
+    Args:
+        prepare: called on rank 0 only. Its ValueError reaches every rank, so none is left waiting.
+
+    Raises:
+        ValueError: what `prepare` raised, or that rank 0 said nothing within `timeout_seconds`.
+    """
+    import torch.distributed as dist
+
+    wait = timedelta(seconds=timeout_seconds)
+    base, this, _ = next(dist.rendezvous("env://", timeout=wait))
+    store = dist.PrefixStore(f"hexiseq/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
+    if this == 0:
+        assert prepare is not None
+        try:
+            run = prepare()
+        except ValueError as error:
+            store.set("run", json.dumps({"error": str(error)}))
+            raise
+        store.set("run", json.dumps({"run": run}))
+        return run
+    try:
+        store.wait(["run"], wait)
+    except RuntimeError as error:
+        raise ValueError(f"rank {this}: rank 0 gave no configuration within {timeout_seconds:.0f} s; see its output") from error
+    answer = json.loads(store.get("run"))
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["run"]
+
+
+def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -> None:
+    """Run `command` once per rank on this machine through torch's elastic agent and wait for all of them.
+
+    Rank 0 keeps the terminal; every rank writes ``logs/rankN.log``. When one rank fails the others are ended.
+
+    Raises:
+        ValueError: a rank stopped on a user error; the same text.
+        RankFailed: a rank died or raised anything else.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in logs.glob("rank*.error"):
+        old.unlink()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"hexiseq-{os.getpid()}-{run_dir.name}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(redirects=Std.NONE, tee=Std.NONE),
+        log_line_prefix_template="",
+        shutdown_timeout=10,
+    )
+    # Between numerical libraries' thread pools and one process a rank, one thread each is the honest default.
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HEXISEQ_PARENT": str(os.getpid())}
+    saved = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        raise _explain(error, logs, plan) from None
+    except SignalException as error:
+        raise KeyboardInterrupt(f"ended by {signal.Signals(error.sigval).name}") from None
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
+    """Turn the agent's report into the one cause: a user error, else the rank that was killed, else the first to raise."""
+    for path in sorted(logs.glob("rank*.error")):
+        report = json.loads(path.read_text())
+        if report["user"]:
+            return ValueError(report["message"])
+    # A killed rank makes its peers fail too, sometimes milliseconds earlier by the clock: the signal is the cause.
+    failures = sorted(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+    failed, failure = failures[0]
+    device = plan.devices[failed] if failed < plan.world_size else None
+    name = f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
+    log_file = logs / f"rank{failed}.log"
+    if failure.exitcode < 0:
+        return RankFailed(f"{name} was killed by {signal.Signals(-failure.exitcode).name}; the run has ended. Log: {log_file}")
+    report_file = logs / f"rank{failed}.error"
+    what = json.loads(report_file.read_text())["message"] if report_file.exists() else f"exit code {failure.exitcode}"
+    return RankFailed(f"{name} failed: {what}\nThe run has ended. Log: {log_file}")
+
+
+def worker(main: Callable[[], None], run_dir: Path) -> None:
+    """Run one rank's work: its output goes to ``logs/rankN.log`` (rank 0 also keeps the terminal), errors become
+    a report the parent can read and an exit code: 2 for a ValueError, 1 for anything else."""
+    _die_with_parent()
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"rank{rank()}.log"
+    if rank() != 0:
+        with path.open("a") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", handlers=[logging.FileHandler(path)])
+    try:
+        main()
+    except Exception as error:
+        text = traceback.format_exc()
+        with path.open("a") as file:
+            file.write(text)
+        user = isinstance(error, ValueError)
+        if not user and rank() == 0:
+            sys.stderr.write(text)
+        message = str(error) if user else f"{type(error).__name__}: {error}"
+        (logs / f"rank{rank()}.error").write_text(json.dumps({"user": user, "message": message}))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Interpreter shutdown can hang in a collective library that still waits for peers.
+        os._exit(USER_ERROR_CODE if user else 1)
+
+
+def settle(plan: Plan, cores: Sequence[Sequence[int]]) -> None:
+    """Put this CPU rank on its device: pin it to its cores, one thread a core, and say which device it is.
+
+    Args:
+        cores: per rank, the cores it is pinned to; empty leaves it where the system puts it.
+    """
+    import torch
+
+    mine = cores[rank()]
+    usable = sorted(set(mine) & os.sched_getaffinity(0)) if mine and hasattr(os, "sched_setaffinity") else []
+    if usable:
+        os.sched_setaffinity(0, usable)
+    elif mine:
+        log.warning("rank %d: cores %s are not available here; not pinned", rank(), list(mine))
+    torch.set_num_threads(max(1, len(mine)))
+    device = plan.devices[rank()]
+    os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
+    os.environ["HEXISEQ_NODE"] = device.node
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this rank when the process that started it dies, however it dies (Linux)."""
+    parent = os.environ.get("HEXISEQ_PARENT")
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)

@@ -1,0 +1,93 @@
+"""Rehearse a plan on a machine without its devices: one CPU process per device, the same cuts, a smaller model.
+
+Query and KV heads, groups, head ranges, slots per group and token shares stay the real plan's. Layers, widths, head
+dimension and the slot's length shrink.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hexiseq.cluster import Cluster, Device, Node, Seat
+from hexiseq.plan import Plan, RankDevice, Replica, fits_slots, group_intervals, make_replica
+
+
+def rehearse_plan(plan: Plan, seq_len: int) -> Plan:
+    """The plan at about `seq_len` tokens, for CPU ranks in fp32. Shares are kept to within a token's rounding."""
+    slots = max(replica.slots for replica in plan.replicas)
+    if any(replica.slots != slots for replica in plan.replicas):
+        raise ValueError("a rehearsal needs replicas of the same number of slots")
+    slot = max(2, 2 * round(seq_len / slots / 2))
+    tokens = slots * slot
+    assert fits_slots(tokens, slot, slots)
+    return dataclasses.replace(
+        plan,
+        seq_len=tokens,
+        slot=slot,
+        dtype="float32",
+        replicas=tuple(_shrink_replica(replica, tokens, slot) for replica in plan.replicas),
+        devices=tuple(RankDevice(d.type, d.node, "cpu") for d in plan.devices),
+        predicted=None,
+        bound=None,
+        gap=None,
+        rivals=(),
+    )
+
+
+def _shrink_replica(replica: Replica, seq_len: int, slot: int) -> Replica:
+    runs = group_intervals(seq_len, slot, [group.slots for group in replica.groups])
+    groups = []
+    for group, run in zip(replica.groups, runs, strict=True):
+        sizes = proportional([shard.num_tokens for shard in group.shards], sum(b - a for a, b in run))
+        members = [(s.rank, size, s.num_heads) for s, size in zip(group.shards, sizes, strict=True)]
+        groups.append((group.slots, members))
+    return make_replica(seq_len, slot, groups, replica.sequences)
+
+
+def proportional(shares: Sequence[int], total: int) -> list[int]:
+    """Integers proportional to `shares` that sum to `total`; cumulative rounding keeps each within one of exact."""
+    ends, running, whole = [0], 0, sum(shares)
+    for share in shares:
+        running += share
+        ends.append(round(running * total / whole))
+    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def rehearse_model(config: Mapping[str, Any], shrink: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
+    """The Hugging Face config with the same heads and the sizes of `shrink` (layers, hidden, intermediate, head_dim)."""
+    return {
+        **config,
+        "num_hidden_layers": min(shrink["layers"], config["num_hidden_layers"]),
+        "hidden_size": shrink["hidden"],
+        "intermediate_size": shrink["intermediate"],
+        "head_dim": shrink["head_dim"],
+        "vocab_size": vocab_size,
+        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+    }
+
+
+def rehearse_cluster(plan: Plan, core: Device, cores: int) -> Cluster:
+    """The machine a rehearsal runs on, for its predictions: the plan's ranks as equal shares of `cores` CPU cores.
+
+    Seats stand in rank order; node names are the plan's, all on this one machine.
+    """
+    share = min(1.0, cores / plan.world_size)
+
+    def seat(device: RankDevice) -> Seat:
+        return Seat(
+            dataclasses.replace(
+                core,
+                type=device.type,
+                peak_tflops=core.peak_tflops * share,
+                gemm_tflops=core.gemm_tflops * share,
+                attention_forward_tflops=core.attention_forward_tflops * share,
+                attention_backward_tflops=core.attention_backward_tflops * share,
+                hbm_gb_per_s=core.hbm_gb_per_s * share,
+                launch_us=core.launch_us / share,
+            )
+        )
+
+    seats = tuple(seat(device) for device in plan.devices)
+    return Cluster("rehearsal", (Node("local", seats, intra_gb_per_s=1.0, nics=1, nic_gb_per_s=1.0),))

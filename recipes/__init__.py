@@ -1,0 +1,1 @@
+"""Recipes: plain, linear scripts. ``train.py`` composes the configuration once and hands it to one of them."""

@@ -1,0 +1,267 @@
+"""What every recipe starts from: a resolved configuration turned into cluster, workload and plan, in a run folder."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hexiseq.cluster import Cluster, device_from_config
+from hexiseq.cost import predict
+from hexiseq.plan import DTYPES, Plan, table
+from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
+from hexiseq.schedule import solve
+from hexiseq.workload import ModelShape, Workload
+
+Config = dict[str, Any]
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prepared run.
+
+    Attributes:
+        config: the resolved configuration; in a rehearsal its model and data are the shrunken ones.
+        plan: what the ranks run.
+        target: in a rehearsal, the real cluster's plan with its predictions.
+        cores: per rank, the CPU cores it is pinned to.
+    """
+
+    config: Config
+    run_dir: Path
+    plan: Plan
+    target: Plan | None
+    cores: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "run_dir": str(self.run_dir),
+            "plan": self.plan.to_dict(),
+            "target": self.target and self.target.to_dict(),
+            "cores": [list(cores) for cores in self.cores],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Job:
+        return Job(
+            config=dict(data["config"]),
+            run_dir=Path(data["run_dir"]),
+            plan=Plan.from_dict(data["plan"]),
+            target=Plan.from_dict(data["target"]) if data["target"] else None,
+            cores=tuple(tuple(cores) for cores in data["cores"]),
+        )
+
+
+def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, Workload, Plan]:
+    """Cluster, workload and plan of a configuration.
+
+    Args:
+        ranks: ranks a launcher has started already; the cluster must have exactly that many devices.
+
+    Raises:
+        ValueError: anything the user can put right, before any process starts.
+    """
+    _check(config)
+    cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else detect(ranks)
+    if ranks is not None and ranks != len(cluster.places):
+        raise ValueError(
+            f"the launcher started {ranks} ranks, cluster {cluster.name!r} has {len(cluster.places)} devices "
+            f"({_summary(cluster)}); start as many ranks as devices, or choose another cluster"
+        )
+    workload = workload_of(config, cluster)
+    strategy = config["strategy"]
+    manual = None
+    if strategy["policy"] == "manual":
+        if not strategy["plan"]:
+            raise ValueError("strategy=manual needs strategy.plan=FILE, a plan.json of an earlier run")
+        manual = Plan.load(strategy["plan"])
+    elif strategy["plan"]:
+        raise ValueError(f"strategy.plan={strategy['plan']} is only read by strategy=manual, not {strategy['policy']}")
+    plan = solve(
+        cluster,
+        workload,
+        strategy["policy"],
+        manual=manual,
+        slot=strategy["slot"],
+        drop_devices=strategy["drop_devices"] and ranks is None,
+    )
+    return cluster, workload, plan
+
+
+def workload_of(config: Config, cluster: Cluster) -> Workload:
+    strategy, trainer = config["strategy"], config["trainer"]
+    return Workload(
+        model=ModelShape.from_hf_config(config["model"]["config"], config["model"]["name"]),
+        seq_len=config["data"]["seq_len"],
+        dtype=common_dtype(strategy["dtype"], cluster),
+        recompute=strategy["recompute"],
+        sequences=trainer["sequences"],
+        accumulation=trainer["accumulation"],
+        keep_parameters=strategy["keep_parameters"],
+    )
+
+
+def common_dtype(wanted: str, cluster: Cluster) -> str:
+    """The one compute type of the job. ``auto``: bfloat16 where every device has it, else float16; float32 on CPUs.
+
+    Raises:
+        ValueError: naming the device types that cannot run what was asked for.
+    """
+    if wanted == "auto":
+        if all(device.vendor == "cpu" for device in cluster.devices):
+            return "float32"
+        wanted = "bfloat16" if all("bfloat16" in device.dtypes for device in cluster.devices) else "float16"
+    if wanted not in DTYPES:
+        raise ValueError(f"strategy.dtype {wanted!r} is not one of auto, {', '.join(DTYPES)}")
+    if unable := [device.type for device in cluster.devices if wanted not in device.dtypes]:
+        raise ValueError(f"strategy.dtype {wanted}: {', '.join(unable)} cannot run it; choose another, or strategy.dtype=auto")
+    return wanted
+
+
+def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
+    """Plan the run, rehearse it where the cluster's devices are absent, and write the run folder's files."""
+    cluster, workload, plan = solve_config(config, ranks=ranks)
+    target = None
+    if missing_gpus(cluster):
+        target = plan
+        config, plan = _rehearse(config, workload, plan)
+        cores: tuple[tuple[int, ...], ...] = ((),) * plan.world_size
+    else:
+        used = included_places(cluster, plan)
+        cores = tuple(cluster.places[index].seat.cores for index in used)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    job = Job(config, run_dir, plan, target, cores)
+    plan.save(run_dir / "plan.json")
+    if target:
+        target.save(run_dir / "plan.target.json")
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
+    return job
+
+
+def load(run_dir: Path) -> Job:
+    """The job `prepare` wrote to a run folder."""
+    return Job.from_dict(json.loads((run_dir / "job.json").read_text()))
+
+
+def included_places(cluster: Cluster, plan: Plan) -> list[int]:
+    """Index of the cluster's device each rank sits on: devices left out are skipped, by type and node."""
+    free = {place.index: (place.device.type, place.node_name) for place in cluster.places}
+    chosen = []
+    for device in plan.devices:
+        index = next(i for i, key in free.items() if key == (device.type, device.node))
+        del free[index]
+        chosen.append(index)
+    return chosen
+
+
+def missing_gpus(cluster: Cluster) -> bool:
+    """Whether the cluster has GPUs and this machine none: then the plan can only be rehearsed."""
+    if all(device.vendor == "cpu" for device in cluster.devices):
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, Plan]:
+    from hexiseq.data import VOCAB_SIZE
+
+    shrink = config["recipe"]["rehearsal"]
+    small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
+    model = {
+        "name": f"{config['model']['name']}-rehearsal",
+        "config": rehearse_model(config["model"]["config"], shrink, VOCAB_SIZE),
+    }
+    config = {**config, "model": model, "data": {**config["data"], "seq_len": small.seq_len}}
+    core = device_from_config(yaml.safe_load((CONF / "gpu" / "cpu_core.yaml").read_text()))
+    small_workload = dataclasses.replace(
+        workload,
+        model=ModelShape.from_hf_config(model["config"], model["name"]),
+        seq_len=small.seq_len,
+        dtype=small.dtype,
+    )
+    here = rehearse_cluster(small, core, len(os.sched_getaffinity(0)))
+    return config, dataclasses.replace(small, predicted=predict(small, here, small_workload))
+
+
+def detect(ranks: int | None = None) -> Cluster:
+    """The devices at hand as a cluster, measured in a process of its own (CUDA must not be initialised in this one).
+
+    Args:
+        ranks: how many ranks there will be; None: one per GPU, or per CPU core up to four.
+    """
+    command = [sys.executable, "-m", "hexiseq.profile", *([str(ranks)] if ranks else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise ValueError(f"measuring this machine failed; name a cluster with +cluster=NAME\n{done.stderr[-2000:]}")
+    return Cluster.from_config(json.loads(done.stdout))
+
+
+def _summary(cluster: Cluster) -> str:
+    counts: dict[str, int] = {}
+    for place in cluster.places:
+        counts[place.device.type] = counts.get(place.device.type, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _check(config: Config) -> None:
+    """Values the rest of the code takes for granted, each refused by its command-line name."""
+    trainer, data = config["trainer"], config["data"]
+
+    def whole(name: str, value: Any, least: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+    whole("data.seq_len", data["seq_len"], 2)
+    whole("seed", config["seed"], 0)
+    for key, least in (("max_steps", 1), ("sequences", 1), ("accumulation", 1), ("validation_sequences", 0)):
+        whole(f"trainer.{key}", trainer[key], least)
+    for key in ("validate_every", "checkpoint_every"):
+        if trainer[key] is not None:
+            whole(f"trainer.{key}", trainer[key], 1)
+    clip = trainer["gradient_clip"]
+    if clip is not None and not (isinstance(clip, (int, float)) and math.isfinite(clip) and clip > 0):
+        raise ValueError(f"trainer.gradient_clip must be a positive number or null, got {clip!r}")
+    if not 0 < data["validation_fraction"] < 1:
+        raise ValueError(f"data.validation_fraction must be between 0 and 1, got {data['validation_fraction']!r}")
+    timeout = config["strategy"]["timeout_seconds"]
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"strategy.timeout_seconds must be a positive number, got {timeout!r}")
+
+
+def announce(job: Job) -> None:
+    """Say what is about to run: the plan, and in a rehearsal what it rehearses."""
+    if job.target is None:
+        print(table(job.plan), flush=True)
+    else:
+        types = ", ".join(sorted({device.type for device in job.target.devices}))
+        print(
+            f"REHEARSAL: this machine has none of {types}. The plan below is for the real cluster; its figures are "
+            f"predictions.\n{table(job.target)}\nRunning it with {job.plan.world_size} CPU processes: the same groups, "
+            f"heads and token shares; {job.plan.seq_len:,} tokens and a small model.",
+            flush=True,
+        )
+    print(f"run folder: {job.run_dir}", flush=True)
+
+
+def last_metrics(run_dir: Path) -> dict[str, str]:
+    """The newest non-empty value of every column of a run's metrics.csv; empty without one."""
+    path = run_dir / "metrics.csv"
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {key: value for row in csv.DictReader(file) for key, value in row.items() if value}

@@ -1,0 +1,139 @@
+"""Compose a configuration with Hydra, once, and run its recipe.
+
+    python train.py +cluster=h100_a100            # plan, start the ranks, train (or rehearse without those GPUs)
+    torchrun --nproc-per-node 3 train.py +cluster=cpu_mixed
+    python train.py -m +cluster=cpu_mixed strategy=ring,hexiseq
+
+Exit codes: 0, or 2 for a mistake of the user's (one block on stderr), or 1 for a failed rank or when Hydra refuses.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hexiseq import launch
+from hexiseq.cost import OutOfMemory
+from hexiseq.schedule import IllegalPolicy
+from recipes import job as jobs
+from recipes import plan, pretrain
+
+ROOT = Path(__file__).resolve().parent
+# Recipes that only compute run in this process; the others run in one process per rank.
+LOCAL_RECIPES = {"plan": plan.run}
+RANK_RECIPES = {"pretrain": pretrain.run}
+
+outcomes: list[str] = []
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(composed: DictConfig) -> None:
+    """Run one job and record how it ended; never raises for a user's mistake, so that a sweep goes on."""
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir)
+    sweep_dir = Path(hydra_config.sweep.dir) if hydra_config.mode == RunMode.MULTIRUN else None
+    status, reason = "ok", ""
+    try:
+        run(composed, run_dir)
+    except (ValueError, OmegaConfBaseException) as error:
+        unrunnable = sweep_dir is not None and isinstance(error, (IllegalPolicy, OutOfMemory))
+        status = ("illegal" if isinstance(error, IllegalPolicy) else "out_of_memory") if unrunnable else "error"
+        reason = str(error)
+        report(error)
+    except launch.RankFailed as error:
+        status, reason = "failed", str(error)
+        report(error)
+    outcomes.append(status)
+    if sweep_dir is not None:
+        overrides = " ".join(hydra_config.overrides.task)
+        write_row(sweep_dir / "summary.csv", run_dir, hydra_config.job.num, overrides, status, reason)
+
+
+def run(composed: DictConfig, run_dir: Path) -> None:
+    config: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    recipe = config["recipe"]["name"]
+    if recipe in LOCAL_RECIPES:
+        LOCAL_RECIPES[recipe](config, run_dir)
+    elif recipe not in RANK_RECIPES:
+        raise ValueError(f"recipe.name {recipe!r} is not one of {', '.join([*LOCAL_RECIPES, *RANK_RECIPES])}")
+    elif launch.joined():
+        join(lambda: prepared(config, run_dir, ranks=launch.world_size()).to_dict(), recipe)
+    else:
+        job = prepared(config, run_dir)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = path
+        command = [sys.executable, "-m", f"recipes.{recipe}", str(run_dir)]
+        launch.start_local(command, job.plan.world_size, run_dir, job.plan)
+
+
+def prepared(config: dict[str, Any], run_dir: Path, ranks: int | None = None) -> jobs.Job:
+    job = jobs.prepare(config, run_dir, ranks=ranks)
+    jobs.announce(job)
+    return job
+
+
+def join(prepare: Any, recipe: str | None) -> None:
+    """Take part in the job a launcher started: rank 0 prepares, the others receive and never compose."""
+    job = jobs.Job.from_dict(launch.broadcast_run(prepare, timeout_seconds=600))
+    name = recipe or job.config["recipe"]["name"]
+    launch.worker(lambda: RANK_RECIPES[name](job), job.run_dir)
+
+
+def report(error: Exception) -> None:
+    """One short block on stderr; the traceback only when Hydra's switch for it is set."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def write_row(path: Path, run_dir: Path, number: int, overrides: str, status: str, reason: str) -> None:
+    """Add a job's row to the sweep's table; an unrunnable job also leaves a metrics.csv that says so."""
+    row: dict[str, Any] = {"job": number, "overrides": overrides, "status": status, "reason": reason, "run_dir": str(run_dir)}
+    last = jobs.last_metrics(run_dir) if status == "ok" else {}
+    row |= {key: last.get(key, "") for key in ("loss", "tokens_per_second", "step_seconds", "predicted_step_seconds")}
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    if status != "ok" and not (run_dir / "metrics.csv").exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / "metrics.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["status", "reason"], [status, reason]])
+
+
+def start() -> int:
+    multirun = any(argument in ("-m", "--multirun") for argument in sys.argv[1:])
+    if launch.joined():
+        if multirun:
+            if launch.rank() == 0:
+                print(f"error: -m runs many jobs, the launcher started {launch.world_size()} ranks for one; "
+                      "run the sweep with plain python, which starts each job's ranks itself", file=sys.stderr)  # fmt: skip
+            return launch.USER_ERROR_CODE
+        if launch.rank() != 0:
+            try:
+                join(None, None)
+            except ValueError:
+                # Rank 0 prints it.
+                return launch.USER_ERROR_CODE
+            return 0
+    main()
+    if "error" in outcomes:
+        return launch.USER_ERROR_CODE
+    return 1 if "failed" in outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(start())
