@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from hexiseq.plan import Plan
 log = logging.getLogger(__name__)
 
 USER_ERROR_CODE = 2
+ENDED_CODE = 128 + signal.SIGTERM
 _JOIN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -57,25 +59,35 @@ def broadcast_run(prepare: Callable[[], dict[str, Any]] | None, timeout_seconds:
     import torch.distributed as dist
 
     wait = timedelta(seconds=timeout_seconds)
-    base, this, _ = next(dist.rendezvous("env://", timeout=wait))
+    base, this, ranks = next(dist.rendezvous("env://", timeout=wait))
     store = dist.PrefixStore(f"hexiseq/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     if this == 0:
         assert prepare is not None
+        answer: dict[str, Any] = {}
         try:
-            run = prepare()
+            answer["run"] = prepare()
         except ValueError as error:
-            store.set("run", json.dumps({"error": str(error)}))
+            answer["error"] = str(error)
             raise
-        store.set("run", json.dumps({"run": run}))
-        return run
-    try:
-        store.wait(["run"], wait)
-    except RuntimeError as error:
-        raise ValueError(f"rank {this}: rank 0 gave no configuration within {timeout_seconds:.0f} s; see its output") from error
+        finally:
+            store.set("run", json.dumps(answer or {"error": "rank 0 failed while preparing the run"}))
+            # Rank 0 may host the store: it must outlive the last reader.
+            _wait(store, [f"read/{other}" for other in range(1, ranks)], wait, "the configuration was not read by all ranks")
+        return answer["run"]
+    _wait(store, ["run"], wait, f"rank {this}: rank 0 gave no configuration")
     answer = json.loads(store.get("run"))
+    store.set(f"read/{this}", "")
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer["run"]
+
+
+def _wait(store: Any, keys: list[str], wait: timedelta, complaint: str) -> None:
+    try:
+        if keys:
+            store.wait(keys, wait)
+    except RuntimeError as error:
+        raise ValueError(f"{complaint} within {wait.total_seconds():.0f} s; see the ranks' output") from error
 
 
 def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -> None:
@@ -135,9 +147,11 @@ def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
         report = json.loads(path.read_text())
         if report["user"]:
             return ValueError(report["message"])
-    # A killed rank makes its peers fail too, sometimes milliseconds earlier by the clock: the signal is the cause.
-    failures = sorted(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-    failed, failure = failures[0]
+    # Ranks the agent ended are a consequence. A killed rank makes its peers fail too, sometimes milliseconds earlier
+    # by the clock: the signal is the cause.
+    ended = (-signal.SIGTERM, ENDED_CODE)
+    failures = error.failures.items()
+    failed, failure = min(failures, key=lambda it: (it[1].exitcode in ended, it[1].exitcode >= 0, it[1].timestamp, it[0]))
     device = plan.devices[failed] if failed < plan.world_size else None
     name = f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
     log_file = logs / f"rank{failed}.log"
@@ -152,6 +166,7 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
     """Run one rank's work: its output goes to ``logs/rankN.log`` (rank 0 also keeps the terminal), errors become
     a report the parent can read and an exit code: 2 for a ValueError, 1 for anything else."""
     _die_with_parent()
+    _end_at_once_on_sigterm()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank{rank()}.log"
@@ -195,6 +210,17 @@ def settle(plan: Plan, cores: Sequence[Sequence[int]]) -> None:
     device = plan.devices[rank()]
     os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
     os.environ["HEXISEQ_NODE"] = device.node
+
+
+def _end_at_once_on_sigterm() -> None:
+    """A rank that waits inside a collective runs no Python signal handler; a thread of its own ends it all the same."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def end() -> None:
+        signal.sigwait({signal.SIGTERM})
+        os._exit(ENDED_CODE)
+
+    threading.Thread(target=end, name="sigterm", daemon=True).start()
 
 
 def _die_with_parent() -> None:
