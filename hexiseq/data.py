@@ -20,6 +20,7 @@ from typing_extensions import override
 
 SOURCES = ("pystdlib", "text_dir", "synthetic")
 IGNORED = -100
+VOCAB_SIZE = 259  # of byte tokens: 256 bytes, bos, eos and pad
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".json", ".jsonl", ".csv", ".c", ".h"})
 
 
@@ -35,7 +36,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, then ``bos``, ``eos`` and ``pad``."""
 
     bos, eos, pad = 256, 257, 258
-    vocab_size = 259
+    vocab_size = VOCAB_SIZE
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
