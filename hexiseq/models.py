@@ -218,7 +218,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     plan = module._hexiseq.plan  # type: ignore[union-attr]
-    window, refused = kwargs.get("sliding_window"), [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    window, refused = (
+        kwargs.get("sliding_window"),
+        [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None],
+    )
     if refused or dropout or attention_mask is not None or (window is not None and window < plan.seq_len):
         raise ValueError(
             f"{type(module).__name__}: attention over a plan takes no "
@@ -246,7 +249,9 @@ def _refuse(config: Any, plan: Plan) -> None:
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
     if window is not None and window < plan.seq_len and "sliding_attention" in layer_types:
-        raise ValueError(f"{name}: sliding_window={window} is not supported below the plan's {plan.seq_len} tokens; set it to null")
+        raise ValueError(
+            f"{name}: sliding_window={window} is not supported below the plan's {plan.seq_len} tokens; set it to null"
+        )
     others = set(layer_types) - {"sliding_attention", "full_attention"}
     if others:
         raise ValueError(f"{name}: layers of type {', '.join(sorted(others))} are not supported, only full attention")
