@@ -1,0 +1,63 @@
+"""Attention over an uneven plan: heads split inside a group, tokens across groups, KV slots around a ring.
+
+    out = attend(q, k, v, plan=plan)       # local shards [B, L, H, D], inside an initialised process group
+
+See ``docs/architecture.md`` for the layout and the ring.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hexiseq.attention.layout import fusion_width, routes
+from hexiseq.attention.op import attend_op
+from hexiseq.attention.runtime import Runtime, close_all, runtime_for
+from hexiseq.plan import Plan
+
+__all__ = ["Runtime", "attend", "close_all", "fusion_width", "routes", "runtime_for"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, causal: bool = True, scale: float | None = None) -> Tensor:
+    """Exact softmax attention of the plan's whole sequence, for this rank's tokens. Collective over the replica.
+
+    Args:
+        q: the rank's queries, all heads, ``[B, L, H, D]``: its tokens of the plan in order. A rank without tokens
+            passes ``L`` 0, or 1 for a dummy token, which is dropped: its output and gradients are zero.
+        k, v: ``[B, L, K, D]``. ``B`` is the same on all ranks of a replica.
+        plan: the same on all ranks; this process is its rank ``dist.get_rank()``. The first call with a plan makes its
+            process groups (`runtime_for`).
+        causal: whether a token attends to the tokens up to itself only.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        ``[B, L, H, D]`` in the inputs' dtype; gradients reach q, k and v.
+
+    Raises:
+        ValueError: a tensor's shape, dtype or device is not the plan's. Raised before any communication.
+        RuntimeError: a peer failed, or did not answer within the runtime's timeout; names it.
+    """
+    runtime = runtime_for(plan)
+    _check(runtime, q, k, v)
+    out, _ = attend_op(q, k, v, runtime.handle, causal, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    return out
+
+
+def _check(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> None:
+    plan, where = runtime.plan, f"rank {runtime.rank}"
+    tokens = plan.shard(runtime.rank).num_tokens
+    lengths = (tokens,) if tokens else (0, 1)
+    for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads), ("v", v, plan.num_kv_heads)):
+        if x.dim() != 4:
+            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, needs [B, L, {heads}, D]")
+        if x.shape[1] not in lengths:
+            raise ValueError(f"{where}: {name} has {x.shape[1]} tokens, the plan {' or '.join(map(str, lengths))}")
+        if x.shape[2] != heads:
+            raise ValueError(f"{where}: {name} has {x.shape[2]} heads, the plan {heads}")
+        if (x.shape[0], x.shape[1], x.shape[3]) != (q.shape[0], q.shape[1], q.shape[3]):
+            raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, q {tuple(q.shape)}: "
+                             "B, L and D must agree")  # fmt: skip
+        if str(x.dtype) != f"torch.{plan.dtype}":
+            raise ValueError(f"{where}: {name} is {str(x.dtype).removeprefix('torch.')}, the plan {plan.dtype}")
+        device = runtime.kernel.device or q.device.type
+        if x.device.type != device:
+            raise ValueError(f"{where}: {name} is on {x.device}, the plan's kernel {runtime.kernel.name!r} needs {device}")

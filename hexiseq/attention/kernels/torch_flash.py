@@ -1,0 +1,33 @@
+"""PyTorch's own flash attention on CUDA: FA2, or what ``torch.nn.attention.activate_flash_attention_impl`` chose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda"
+_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+
+def unusable() -> str | None:
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device and there is none"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"flash attention needs compute capability 8.0, {torch.cuda.get_device_name()} is older"
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _forward(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Undefined sequence offsets select the dense path; without dropout the random state is not read.
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+    return _backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
+    )

@@ -1,0 +1,176 @@
+"""Process groups and kernels of a plan: made once by all ranks together, used by every attention call after that."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hexiseq.attention import kernels
+from hexiseq.attention.exchange import Group, Links
+from hexiseq.attention.layout import Route, route
+from hexiseq.plan import Plan
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class Runtime:
+    """What a process needs to run a plan. Making one is collective: all ranks, the same plans in the same order.
+
+    Several can be alive at once. Process groups with the ranks of an earlier plan's are used again, so a plan that only
+    moves tokens or heads needs no new communicators.
+
+    Args:
+        plan: of all ranks of the job; this process is the plan's rank ``dist.get_rank()``.
+        timeout: of every transfer; a process group made by `new_group` does not inherit one.
+
+    Attributes:
+        replica_group, group, kv_group, dkv_group: process groups of the own replica, of the own group in member order,
+            and of the replica's KV and dKV traffic; None where there would be nobody else.
+        calls: times the operator ran ``forward`` and ``backward``.
+
+    Raises:
+        ValueError: the world has another size than the plan, the ranks do not agree on the plan, or a rank cannot run
+            its kernel. All ranks raise.
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("attention over a plan needs torch.distributed: call init_process_group first")
+        if dist.get_world_size() != plan.world_size:
+            raise ValueError(f"the plan has {plan.world_size} ranks, the job {dist.get_world_size()}")
+        self.plan, self.rank, self.timeout = plan, dist.get_rank(), timeout
+        self.kernel = _agree(plan, self.rank)
+        self.calls: Counter[str] = Counter()
+        self._routes: dict[bool, Route] = {}
+        self._keys: list[tuple] = []
+        mine: dict[str, Group | None] = {}
+        for replica in plan.replicas:
+            # KV groups span the replica whatever ranks hold heads now: a later plan may move them.
+            ring = len(replica.groups) > 1
+            wanted = [("replica", sorted(replica.ranks)), *(("group", group.ranks) for group in replica.groups)]
+            wanted += [(kind, sorted(replica.ranks)) for kind in ("kv", "dkv") if ring]
+            for kind, ranks in wanted:
+                made = self._process_group(kind, ranks)
+                if self.rank in ranks:
+                    mine[kind] = made
+        self.replica_group = mine.get("replica")
+        self.group, self.kv_group, self.dkv_group = mine.get("group"), mine.get("kv"), mine.get("dkv")
+        self.links = Links(plan, self.rank, timeout, self.group, self.kv_group, self.dkv_group)
+        self.handle = next(_handles)
+        _runtimes[self.handle] = self
+
+    def route(self, causal: bool) -> Route:
+        """What this rank does in an attention call."""
+        if causal not in self._routes:
+            self._routes[causal] = route(self.plan, self.rank, causal)
+        return self._routes[causal]
+
+    def close(self) -> None:
+        """Forget the plan, and destroy the process groups no other plan uses. Collective; waits for all ranks."""
+        if _runtimes.pop(self.handle, None) is None:
+            return
+        for key in [key for key, runtime in _by_digest.items() if runtime is self]:
+            del _by_digest[key]
+        _by_plan.clear()
+        unused = [key for key in self._keys if not any(key in other._keys for other in _runtimes.values())]
+        if unused:
+            dist.barrier()
+        for key in unused:
+            group = _groups.pop(key)
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def _process_group(self, kind: str, ranks: Sequence[int]) -> Group | None:
+        """The process group of `ranks` for one kind of traffic, None for a single rank and for outsiders."""
+        if len(ranks) == 1:
+            return None
+        key = (kind, tuple(ranks), self.timeout)
+        if key not in _groups:
+            # All ranks make every group, in plan order; unsorted, so that a group's ranks are its members in order.
+            group = dist.new_group(list(ranks), timeout=self.timeout, sort_ranks=False, group_desc=f"hexiseq_{kind}")
+            _groups[key] = group if self.rank in ranks else None
+            if self.rank in ranks:
+                dist.all_reduce(torch.zeros(1, device=_device()), group=group)
+        self._keys.append(key)
+        return _groups[key]
+
+
+_handles = itertools.count()
+_runtimes: dict[int, Runtime] = {}
+_groups: dict[tuple, Group | None] = {}
+_by_digest: dict[tuple, Runtime] = {}
+_by_plan: dict[int, tuple[weakref.ref[Plan], Runtime]] = {}
+_world: list[object] = []
+
+
+def runtime_for(plan: Plan, timeout: timedelta | None = None) -> Runtime:
+    """The runtime of a plan; made by the first call, which is collective. Plans count as equal by their digest."""
+    _forget_other_worlds()
+    # A digest is a walk over the whole plan; the plan object itself is known from the call before.
+    known = _by_plan.get(id(plan))
+    if known is not None and known[0]() is plan and timeout in (None, known[1].timeout):
+        return known[1]
+    timeout = timeout or next((r.timeout for (d, _), r in _by_digest.items() if d == plan.digest()), DEFAULT_TIMEOUT)
+    key = (plan.digest(), timeout)
+    if key not in _by_digest:
+        _by_digest[key] = Runtime(plan, timeout)
+    _by_plan[id(plan)] = (weakref.ref(plan), _by_digest[key])
+    return _by_digest[key]
+
+
+def runtime_of(handle: int) -> Runtime:
+    """The runtime with that handle. Raises RuntimeError if it has been closed."""
+    if handle not in _runtimes:
+        raise RuntimeError(f"attention runtime {handle} has been closed")
+    return _runtimes[handle]
+
+
+def close_all() -> None:
+    """Close all runtimes. Collective."""
+    for runtime in list(_runtimes.values()):
+        runtime.close()
+
+
+def _forget_other_worlds() -> None:
+    """Drop what belonged to a torch.distributed job that has since been shut down in this process."""
+    world = dist.group.WORLD
+    if _world and _world[0] is not world:
+        for registry in (_runtimes, _groups, _by_digest, _by_plan):
+            registry.clear()
+    _world[:] = [world]
+
+
+def _agree(plan: Plan, rank: int) -> kernels.Kernel:
+    """Load this rank's kernel, after all ranks have said that they can and that their plan is the same."""
+    kernel, reason = None, ""
+    try:
+        kernel = kernels.load(plan.devices[rank].kernel)
+    except ValueError as error:
+        reason = str(error)
+    mine = torch.tensor([int(plan.digest(), 16) >> 1, int(kernel is None)], device=_device())
+    said = [torch.empty_like(mine) for _ in range(plan.world_size)]
+    dist.all_gather(said, mine)
+    digests, failed = zip(*(t.tolist() for t in said), strict=True)
+    others = [r for r, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ValueError(f"the ranks run different plans: {others} not the one of rank 0; rank {rank} has {plan.digest()}")
+    if reason:
+        raise ValueError(f"rank {rank} ({plan.devices[rank].type} on {plan.devices[rank].node}): {reason}")
+    if any(failed):
+        bad = [f"rank {r} cannot run its kernel {plan.devices[r].kernel!r}" for r, f in enumerate(failed) if f]
+        raise ValueError(f"{', '.join(bad)}; the choices are {', '.join(kernels.NAMES)}")
+    assert kernel is not None
+    return kernel
+
+
+def _device() -> torch.device:
+    """Where the job's collectives want their tensors."""
+    cuda = torch.cuda.is_available() and "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

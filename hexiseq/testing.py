@@ -1,0 +1,175 @@
+"""A pool of gloo worker processes for tests: started once, used for many cases.
+
+    with Pool(3) as pool:
+        results = pool.run(function, *args)     # function(*args) on all ranks; a list of what they returned
+
+Workers fork from a server that has imported torch already, so a pool starts in about a second. A worker that raises,
+dies or hangs is named with its rank; the pool starts afresh for the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_GRACE_SECONDS = 5.0
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, died or hung. The text has every failed rank, with its traceback where there is one."""
+
+
+class Pool:
+    """`world_size` processes that are the ranks of one gloo job.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds a case may take before its ranks count as hung.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self.world_size, self.timeout = world_size, timeout
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store: Any = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process, _ in self._workers]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """``function(*args)`` in all ranks. Returns their results, by rank.
+
+        Both must pickle: `function` is a module-level one. It finds its rank by ``torch.distributed.get_rank()``.
+
+        Raises:
+            WorkerError: naming the ranks that raised, died, or did not finish within `timeout` seconds.
+        """
+        if not self._workers:
+            self._start()
+        results, failures = self._collect((function, args), timeout or self.timeout)
+        if failures:
+            self.close()
+            raise WorkerError("\n".join(failures[rank] for rank in sorted(failures)))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Stop the workers; those that do not leave by themselves are killed."""
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        deadline = time.monotonic() + 1.0
+        for process, connection in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            connection.close()
+        self._workers, self._store = [], None
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore
+
+        # Port 0 lets the system choose a free one, and the store that listens on it lives here: no race for it.
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "hexiseq.attention"])
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, self._store.port, self.timeout, theirs)
+            process = context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        _, failures = self._collect(None, 120.0)
+        if failures:
+            self.close()
+            raise WorkerError("\n".join(failures.values()))
+
+    def _collect(self, case: Any, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Hand out a case, if there is one, and gather an answer from every rank, or the lack of one."""
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        if case is not None:
+            for rank, (_, connection) in enumerate(self._workers):
+                try:
+                    connection.send(case)
+                except OSError:
+                    failures[rank] = self._death(rank)
+        deadline = time.monotonic() + timeout
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers) if rank not in failures}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                try:
+                    worked, value = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    failures[rank] = self._death(rank)
+                    continue
+                if worked:
+                    results[rank] = value
+                else:
+                    failures[rank] = f"rank {rank} raised:\n{value}"
+                if not worked:
+                    # The others may be waiting for this one for ever.
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if not ready:
+                break
+        for rank in waiting.values():
+            failures[rank] = f"rank {rank} hung: no answer within {timeout:g} s, or {_GRACE_SECONDS:g} s of a failure"
+        return results, failures
+
+    def _death(self, rank: int) -> str:
+        process = self._workers[rank][0]
+        process.join(1.0)
+        code = process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"rank {rank} died: {how}"
+
+
+def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Connection) -> None:
+    """A worker: joins the job, then runs cases until it is told to leave or the parent is gone."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, False)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        connection.send((True, None))
+    except Exception:
+        connection.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            case = connection.recv()
+        except (EOFError, OSError):
+            return
+        except Exception:  # the case does not unpickle here
+            connection.send((False, traceback.format_exc()))
+            continue
+        if case is None:
+            os._exit(0)  # an orderly exit of gloo waits for peers that may be gone
+        function, args = case
+        try:
+            connection.send((True, function(*args)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
