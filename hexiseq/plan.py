@@ -445,7 +445,8 @@ def _from_dict(data: Mapping[str, Any]) -> Plan:
     data["rivals"] = tuple(Rival(**rival) for rival in data.get("rivals", ()))
     if data.get("predicted"):
         lists = ("memory_gb", "memory_limit_gb")
-        data["predicted"] = Prediction(**{k: tuple(v) if k in lists else v for k, v in data["predicted"].items()})
+        values: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in data["predicted"].items()}
+        data["predicted"] = Prediction(**values)
     if data.get("bound"):
         data["bound"] = Bound(**data["bound"])
     return Plan(**data)

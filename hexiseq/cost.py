@@ -1,0 +1,580 @@
+"""What a plan costs: step time, traffic and memory, before anything runs. Formulas with units: ``docs/cost-model.md``.
+
+The step is the slowest path through compute, all-to-all and the ring, or the busiest wire, whichever is longer.
+Bytes and FLOPs follow what the runtime moves and computes for exactly these tokens and heads; only the rates are
+estimates. Arrays are indexed by rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.plan import Bound, Group, Interval, Plan, Prediction, Replica, group_intervals, kv_heads
+from hexiseq.workload import (
+    STATE_BYTES_PER_PARAMETER,
+    Workload,
+    attention_flops,
+    head_flops,
+    linear_flops,
+)
+
+MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
+BACKWARD_ATTENTION = 2.5  # backward FLOPs of attention over forward: five matrix products against two
+BACKWARD_LINEAR = 2  # gradients to the input and to the weight
+LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at one time
+GB = 1e9
+
+
+class OutOfMemory(ValueError):
+    """A device cannot hold its share. The message says which, how much it lacks and what would fit.
+
+    Attributes:
+        problem: the message without what would fit.
+        rank: in the plan.
+        lacking_gb: GB above the limit.
+        fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
+    """
+
+    def __init__(
+        self, problem: str, recompute: str, fits_seq_len: int, rank: int = -1, lacking_gb: float = math.nan
+    ) -> None:
+        remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
+        if recompute != "full":
+            remedies.append("recompute=full needs less")
+        if fits_seq_len < 2:
+            remedies.append("no sequence fits beside the parameters: use more devices or a smaller model")
+        super().__init__(f"{problem}; {'; '.join(remedies)}")
+        self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """One replica, one layer, one micro-step. Seconds and bytes; arrays follow ``ranks``.
+
+    Byte matrices are ``[sender, receiver]``. ``forward``: attention's forward pass; ``backward``: its own backward pass
+    only, without what recomputation repeats.
+
+    Attributes:
+        linear: seconds of the matrix products, forward.
+        attention_forward, attention_backward: seconds in the attention kernels.
+        merge_forward, merge_backward: seconds of merging partial results and launching kernels.
+        heads_in, heads_out: all-to-all of forward: q, k, v to heads; out back to tokens.
+        grads_in, grads_out: all-to-all of backward: q, k, v, out, dout to heads; dq, dk, dv back to tokens.
+        ring_kv, ring_dkv: KV on the ring in one pass (forward and backward alike); dKV in backward.
+        loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
+    """
+
+    ranks: np.ndarray
+    linear: np.ndarray
+    attention_forward: np.ndarray
+    attention_backward: np.ndarray
+    merge_forward: np.ndarray
+    merge_backward: np.ndarray
+    heads_in: np.ndarray
+    heads_out: np.ndarray
+    grads_in: np.ndarray
+    grads_out: np.ndarray
+    ring_kv: np.ndarray
+    ring_dkv: np.ndarray
+    loss: np.ndarray
+
+
+def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> Prediction:
+    """Step time, its parts and peak memory of a plan.
+
+    Args:
+        places: the device of each rank; by default matched by device type and node (`match_places`).
+
+    Raises:
+        ValueError: the plan is for another workload, or names a device the cluster lacks.
+    """
+    check_workload(plan, workload)
+    places = match_places(plan, cluster) if places is None else places
+    wires = Wires(cluster, places)
+    layers, repeats = workload.model.layers, workload.accumulation
+
+    path = compute = all_to_all = ring = 0.0
+    traffic = np.zeros((len(places), len(places)))
+    for replica in plan.replicas:
+        cost = replica_cost(plan, replica, workload, places)
+        near = wires.subset(cost.ranks)
+        linear = float(cost.linear.max())
+        loss = float(cost.loss.max())
+        kernels = {
+            "forward": float((cost.attention_forward + cost.merge_forward).max()),
+            "backward": float((cost.attention_backward + cost.merge_backward).max()),
+        }
+        exchange = {
+            "forward": near.seconds(cost.heads_in) + near.seconds(cost.heads_out),
+            "backward": near.seconds(cost.grads_in) + near.seconds(cost.grads_out),
+        }
+        circle = {"forward": near.seconds(cost.ring_kv), "backward": near.seconds(cost.ring_kv + cost.ring_dkv)}
+        forwards, linears = passes(workload.recompute)
+        counts = {"forward": forwards, "backward": 1}
+        kernel_seconds = sum(counts[p] * kernels[p] for p in counts)
+        exchange_seconds = sum(counts[p] * exchange[p] for p in counts)
+        overlapped = sum(counts[p] * max(kernels[p], circle[p]) for p in counts)
+        seconds = repeats * (layers * (linears * linear + exchange_seconds + overlapped) + loss)
+        if seconds > path:
+            path = seconds
+            compute = repeats * (layers * (linears * linear + kernel_seconds) + loss)
+            all_to_all = repeats * layers * exchange_seconds
+            ring = repeats * layers * sum(counts[p] * circle[p] for p in counts)
+        traffic[np.ix_(cost.ranks, cost.ranks)] += (repeats * layers) * (
+            forwards * (cost.heads_in + cost.heads_out + cost.ring_kv)
+            + cost.grads_in + cost.grads_out + cost.ring_kv + cost.ring_dkv
+        )  # fmt: skip
+
+    parameter_bytes = parameter_traffic(workload, len(places))
+    optimizer = optimizer_seconds(workload, places)
+    step = max(path + optimizer, wires.busiest(traffic, parameter_bytes))
+    memory, limit = memory_gb(plan, workload, places)
+    return Prediction(
+        step_seconds=float(step),
+        tokens_per_second=workload.tokens_per_step / float(step),
+        compute_seconds=float(compute + optimizer),
+        all_to_all_seconds=float(all_to_all),
+        ring_seconds=float(ring),
+        parameter_seconds=float(wires.circle_seconds(parameter_bytes)),
+        memory_gb=tuple(memory.tolist()),
+        memory_limit_gb=tuple(limit.tolist()),
+    )
+
+
+def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
+    """What one layer of one replica computes and moves."""
+    model, batch, size = workload.model, replica.sequences, workload.element_bytes
+    shards = [shard for group in replica.groups for shard in group.shards]
+    ranks = np.array([shard.rank for shard in shards])
+    devices = [places[rank].device for rank in ranks]
+    gemm, forward_rate, backward_rate = (
+        np.array([getattr(device, name) for device in devices]) * 1e12
+        for name in ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+    )
+    hbm = np.array([device.hbm_gb_per_s for device in devices]) * GB
+    launch = np.array([device.launch_us for device in devices]) * 1e-6
+    # A rank without tokens still feeds the model one dummy token.
+    fed = np.array([max(shard.num_tokens, 1) for shard in shards], float)
+    heads = np.array([shard.num_heads for shard in shards], float)
+    kv = np.array([np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards], float)
+    cuts = np.array([fragments(shard.heads, plan.gqa_ratio) for shard in shards], float)
+
+    rows, calls, foreign, own, pairs = _kernel_calls(plan, replica)
+    dim = model.head_dim
+    flops = batch * heads * attention_flops(model, 1.0) * pairs
+    # The running sum is read and written in fp32, the partial result read; log-sum-exps likewise.
+    accumulate = 8 + size
+    merged = batch * heads * rows * (dim * accumulate + 12)
+    merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
+
+    matrices = _exchange_bytes(replica, heads, kv, workload)
+    ring_kv, ring_dkv = _ring_bytes(plan, replica, ranks, workload)
+    return ReplicaCost(
+        ranks=ranks,
+        linear=batch * fed * linear_flops(model) / gemm,
+        attention_forward=flops / forward_rate,
+        attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
+        merge_forward=merged / hbm + cuts * calls * launch,
+        merge_backward=merged_back / hbm + cuts * calls * launch,
+        loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
+        ring_kv=ring_kv,
+        ring_dkv=ring_dkv,
+        **matrices,
+    )
+
+
+def passes(recompute: str) -> tuple[int, int]:
+    """How often a layer's attention runs forward, and its linear part counts, in a micro-step.
+
+    Selective recompute keeps attention's result, so only the linear part runs again; full repeats the ring too.
+    """
+    return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
+
+
+def fragments(heads: Interval, gqa_ratio: int) -> int:
+    """Kernel calls a head range needs: a range that cuts a KV group runs its part apart, up to three in all."""
+    first, last = heads
+    if last <= first:
+        return 0
+    whole_first, whole_last = -(-first // gqa_ratio) * gqa_ratio, last // gqa_ratio * gqa_ratio
+    if whole_first > whole_last:
+        return 1
+    return (first < whole_first) + (whole_last > whole_first) + (last > whole_last)
+
+
+def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
+    """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, causal (query, key) pairs."""
+    slots = [group.slots for group in replica.groups]
+    runs = group_intervals(plan.seq_len, plan.slot, slots)
+    front = [b - a for (a, b), _ in runs]
+    back = [d - c for _, (c, d) in runs]
+    columns: list[tuple[float, ...]] = []
+    for g, group in enumerate(replica.groups):
+        own = front[g] + back[g]
+        # Consecutive slots of one side share a call: inner ones meet the back queries, outer ones all queries.
+        inner_calls = -(-sum(slots[g + 1 :]) // plan.fusion)
+        outer_calls = -(-sum(slots[:g]) // plan.fusion)
+        rows = own * (1 + outer_calls) + back[g] * inner_calls
+        foreign = sum(front[g + 1 :]) + sum(back[g + 1 :]) + sum(front[:g])
+        pairs = sum(b * (b + 1) - a * (a + 1) for a, b in runs[g]) / 2
+        columns += [(rows, 1 + outer_calls + inner_calls, foreign, own, pairs)] * len(group.shards)
+    return tuple(np.array(column, float) for column in zip(*columns, strict=True))
+
+
+def _exchange_bytes(replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload) -> dict[str, np.ndarray]:
+    """The four all-to-alls of a layer, ``[sender, receiver]`` bytes, a rank's own part left out."""
+    width = len(heads)
+    found = {name: np.zeros((width, width)) for name in ("heads_in", "heads_out", "grads_in", "grads_out")}
+    unit = workload.model.head_dim * workload.element_bytes * replica.sequences
+    start = 0
+    for group in replica.groups:
+        part = slice(start, start + len(group.shards))
+        start = part.stop
+        tokens = np.array([shard.num_tokens for shard in group.shards], float) * unit
+        h, k = heads[part], kv[part]
+        found["heads_in"][part, part] = np.outer(tokens, h + 2 * k)
+        found["heads_out"][part, part] = np.outer(h, tokens)
+        found["grads_in"][part, part] = np.outer(tokens, 3 * h + 2 * k)
+        found["grads_out"][part, part] = np.outer(h + 2 * k, tokens)
+    for matrix in found.values():
+        np.fill_diagonal(matrix, 0.0)
+    return found
+
+
+def _holders(group: Group, gqa_ratio: int, num_kv_heads: int) -> np.ndarray:
+    """Per KV head, the lowest rank of the group that holds it."""
+    holder = np.full(num_kv_heads, np.iinfo(np.int64).max)
+    for shard in group.shards:
+        first, last = kv_heads(shard.heads, gqa_ratio)
+        holder[first:last] = np.minimum(holder[first:last], shard.rank)
+    return holder
+
+
+def _ring_bytes(plan: Plan, replica: Replica, ranks: np.ndarray, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """KV and dKV bytes of one pass around the ring.
+
+    A slot travels whole while its receivers are outer to its owner, and as its front half alone past the wrap. Its dKV
+    starts at the first group after home; the back half leaves the ring at group 0 and goes straight home.
+    """
+    groups, width = len(replica.groups), len(ranks)
+    kv_bytes, dkv_bytes = np.zeros((width, width)), np.zeros((width, width))
+    if groups == 1:
+        return kv_bytes, dkv_bytes
+    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
+    front = [b - a for (a, b), _ in runs]
+    back = [d - c for _, (c, d) in runs]
+    place = {rank: i for i, rank in enumerate(ranks.tolist())}
+    holders = [_holders(group, plan.gqa_ratio, plan.num_kv_heads) for group in replica.groups]
+    unit = 2 * workload.model.head_dim * replica.sequences
+
+    def fetch(source: int, target: int, tokens: int) -> None:
+        for shard in replica.groups[target].shards:
+            first, last = kv_heads(shard.heads, plan.gqa_ratio)
+            for holder in holders[source][first:last].tolist():
+                kv_bytes[place[holder], place[shard.rank]] += unit * tokens * workload.element_bytes
+
+    def deliver(source: int, target: int, tokens: int) -> None:
+        for shard in replica.groups[source].shards:
+            first, last = kv_heads(shard.heads, plan.gqa_ratio)
+            for holder in holders[target][first:last].tolist():
+                dkv_bytes[place[shard.rank], place[holder]] += unit * tokens * accumulator_bytes(workload)
+
+    for g in range(groups):
+        source = (g + 1) % groups
+        fetch(source, g, sum(front[g + 1 :]) + sum(back[g + 1 :]) + sum(front[:g]))
+        arriving = front[g]
+        for owner in range(groups):
+            if owner != g and g != (owner - 1) % groups:
+                arriving += front[owner] + (back[owner] if owner > g else 0)
+        deliver(source, g, arriving)
+        if g > 0:
+            deliver(0, g, back[g])
+    return kv_bytes, dkv_bytes
+
+
+def accumulator_bytes(workload: Workload) -> int:
+    """Bytes of an element of a running sum: fp32, or fp64 in fp64 jobs."""
+    return max(4, workload.element_bytes)
+
+
+def parameter_traffic(workload: Workload, ranks: int) -> float:
+    """Bytes that pass each wire of the circle of ranks in an optimizer step: parameters gathered, gradients reduced.
+
+    Gathered once or twice a micro-step, reduced in fp32 once an optimizer step.
+    """
+    gathers = workload.accumulation * (1 if workload.keep_parameters else 2)
+    size = gathers * workload.element_bytes + accumulator_bytes(workload)
+    return workload.model.parameters * size * (ranks - 1) / ranks
+
+
+def optimizer_seconds(workload: Workload, places: Sequence[Place]) -> float:
+    """The optimizer reads and writes its states once; it is bound by memory."""
+    states = workload.model.parameters * STATE_BYTES_PER_PARAMETER / len(places)
+    return max(2 * states / (place.device.hbm_gb_per_s * GB) for place in places)
+
+
+class Wires:
+    """The wires between ranks: each rank's port inside its node, each node's NICs, special links between nodes."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
+        self.cluster, self.places = cluster, tuple(places)
+        nodes = sorted({place.node for place in self.places})
+        node_at = {node: i for i, node in enumerate(nodes)}
+        self.node = np.array([node_at[place.node] for place in self.places])
+        first = [next(place for place in self.places if place.node == node) for node in nodes]
+        self.port = np.array([place.node_class.intra_gb_per_s for place in self.places]) * GB
+        self.nic = np.array([place.node_class.network_gb_per_s for place in first]) * GB
+        self.link = np.array([[cluster.bandwidth_gb_per_s(a, b) for b in first] for a in first]) * GB
+        self.member = (self.node[:, None] == np.arange(len(nodes))).astype(float)
+        self.same = self.node[:, None] == self.node[None, :]
+
+    def subset(self, ranks: np.ndarray) -> Wires:
+        """The wires as the given ranks see them, in that order."""
+        if len(ranks) == len(self.places) and (ranks == np.arange(len(ranks))).all():
+            return self
+        return Wires(self.cluster, [self.places[rank] for rank in ranks.tolist()])
+
+    def seconds(self, sent: np.ndarray) -> float:
+        """Time for ``sent[sender, receiver]`` bytes, all at one time."""
+        return self.busiest(sent, 0.0)
+
+    def busiest(self, sent: np.ndarray, circle: float) -> float:
+        """Time of the busiest wire for ``sent`` and `circle` bytes on every wire of the circle of all ranks."""
+        inside = np.where(self.same, sent, 0.0)
+        between = self.member.T @ (sent - inside) @ self.member
+        ring_node = circle if len(self.nic) > 1 else 0.0
+        ring_link = np.zeros_like(between)
+        if ring_node:
+            order = np.arange(len(self.nic))
+            ring_link[order, np.roll(order, -1)] = circle
+        # A rank alone on its node passes the circle on through the NIC only.
+        ring_port = np.where(self.member.sum(0)[self.node] > 1, circle, 0.0)
+        loads = (
+            (inside.sum(1) + ring_port) / self.port,
+            (inside.sum(0) + ring_port) / self.port,
+            (between.sum(1) + ring_node) / self.nic,
+            (between.sum(0) + ring_node) / self.nic,
+            (between + ring_link) / self.link,
+        )
+        return max(float(load.max()) for load in loads)
+
+    def circle_seconds(self, size: float) -> float:
+        """Time for `size` bytes on every wire of the circle of all ranks."""
+        return self.busiest(np.zeros((len(self.places),) * 2), size) if len(self.places) > 1 else 0.0
+
+
+def token_bytes(workload: Workload) -> tuple[float, float]:
+    """Bytes a token leaves on its rank: kept per layer until backward, and while one layer is worked on."""
+    model, size = workload.model, workload.element_bytes
+    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    # Input, two norms, residual; q, k, v and out; gate, up, activation and their product.
+    everything = (4 * model.hidden + 2 * q + kv + 4 * model.intermediate) * size
+    kept = {"none": everything, "selective": (model.hidden + q) * size, "full": model.hidden * size}
+    working = 0 if workload.recompute == "none" else everything
+    return float(kept[workload.recompute]), float(working)
+
+
+def fixed_bytes(workload: Workload, ranks: int) -> float:
+    """Bytes every rank holds whatever its share: sharded states and gathered parameters and gradients."""
+    model, size = workload.model, workload.element_bytes
+    states = model.parameters * STATE_BYTES_PER_PARAMETER / ranks
+    if ranks == 1:
+        return states + model.layer_parameters * size
+    gathered_layers = model.layers if workload.keep_parameters else min(2, model.layers)
+    gathered = (gathered_layers * model.layer_parameters + model.embedding_parameters) * size
+    # One layer's gradients and their copy in the dtype of the reduction; embedding and head to the end of backward.
+    gradients = model.layer_parameters * (size + accumulator_bytes(workload)) + model.embedding_parameters * size
+    if workload.accumulation > 1:
+        # Gradients are reduced once an optimizer step, so they wait unsharded.
+        gradients += model.parameters * accumulator_bytes(workload)
+    return states + gathered + gradients
+
+
+def memory_gb(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted peak memory of each rank, and its limit, in GB."""
+    fixed, share = _memory_parts(plan, workload, places)
+    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
+    return fixed + share, limit
+
+
+def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
+    model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
+    kept, working = token_bytes(workload)
+    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
+    share = np.zeros(len(places))
+    for replica in plan.replicas:
+        total = replica.slots
+        for group in replica.groups:
+            buffered = min(group.slots + plan.fusion, total - group.slots) * plan.slot
+            for shard in group.shards:
+                first, last = kv_heads(shard.heads, plan.gqa_ratio)
+                tokens, own, dim = shard.num_tokens, group.num_tokens, model.head_dim
+                h, k = shard.num_heads * dim, 2 * (last - first) * dim
+                lse = 0 if workload.recompute == "full" else model.layers * own * shard.num_heads * 4
+                # Backward in head form: q, k, v, out, dout; sums of dq and dkv; KV and dKV on the ring; and what
+                # the all-to-all sends, still in token form.
+                attention = own * ((3 * h + k) * size + (h + k) * wide) + buffered * k * (size + wide)
+                attention += tokens * (3 * q + kv) * size
+                mlp = tokens * (2 * model.intermediate + 2 * model.hidden) * size
+                layer = tokens * working + max(attention, mlp)
+                loss = min(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2 + tokens * model.hidden * size
+                used = model.layers * tokens * kept + lse + max(layer, loss)
+                share[shard.rank] = replica.sequences * used / GB
+    return fixed, share
+
+
+def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
+    """Raise `OutOfMemory` for the rank that lacks most, saying what would fit; return when every rank fits."""
+    places = match_places(plan, cluster) if places is None else places
+    fixed, share = _memory_parts(plan, workload, places)
+    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
+    lacking = fixed + share - limit
+    rank = int(lacking.argmax())
+    if lacking[rank] <= 0:
+        return
+    # All but the loss chunk scales with the length; setting one aside for good never promises too much.
+    chunk = min(LOSS_CHUNK_TOKENS, plan.seq_len) * workload.model.vocab * 8 / GB
+    scale = float(np.min((limit - fixed - chunk) / np.maximum(share, 1e-12)))
+    fits = max(0, math.floor(plan.seq_len * scale))
+    place = places[rank]
+    problem = (
+        f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.1f} GB of "
+        f"{limit[rank]:.1f} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.1f} GB too much, for "
+        f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
+    )
+    raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]))
+
+
+def check_workload(plan: Plan, workload: Workload) -> None:
+    """Raise ValueError when the plan was made for another workload."""
+    model = workload.model
+    for name, planned, wanted in (
+        ("seq_len", plan.seq_len, workload.seq_len),
+        ("num_heads", plan.num_heads, model.heads),
+        ("num_kv_heads", plan.num_kv_heads, model.kv_heads),
+        ("dtype", plan.dtype, workload.dtype),
+        ("recompute", plan.recompute, workload.recompute),
+        ("sequences of a micro-step", plan.sequences, workload.sequences),
+    ):
+        if planned != wanted:
+            raise ValueError(f"the plan's {name} is {planned}, the workload's {wanted}; make a new plan for this job")
+
+
+def match_places(plan: Plan, cluster: Cluster) -> tuple[Place, ...]:
+    """The place of each rank: the next free one of the same device type and node, by rank.
+
+    Raises:
+        ValueError: the cluster has no (more) such device there.
+    """
+    free: dict[tuple[str, str], list[Place]] = {}
+    for place in cluster.places:
+        free.setdefault((place.device.type, place.node_name), []).append(place)
+    found = []
+    for rank, device in enumerate(plan.devices):
+        places = free.get((device.type, device.node))
+        if not places:
+            there = sum(p.device.type == device.type and p.node_name == device.node for p in cluster.places)
+            raise ValueError(
+                f"the plan wants a {device.type} on node {device.node} for rank {rank}; cluster {cluster.name!r} has "
+                f"{there} there (its devices: {_inventory(cluster)})"
+            )
+        found.append(places.pop(0))
+    return tuple(found)
+
+
+def _inventory(cluster: Cluster) -> str:
+    counts: dict[str, int] = {}
+    for place in cluster.places:
+        key = f"{place.device.type} on {place.node_name}"
+        counts[key] = counts.get(key, 0) + 1
+    return ", ".join(f"{count} {key}" for key, count in counts.items())
+
+
+def lower_bound(cluster: Cluster, workload: Workload) -> float:
+    """Seconds of a step no feasible plan beats, on all of the cluster or a part of it.
+
+    Every kind of work is spread over all devices at their own rate for it, in fractions, with no traffic, merge or
+    launch. Tokens respect memory when there is one sequence a micro-step. Valid because each kind ends with its
+    slowest rank, and ``max(work_r / rate_r) >= sum(work) / sum(rate)``; leaving devices out only lowers the rates. Over
+    several replicas it holds because throughput, a harmonic mean of rates, is superadditive.
+    """
+    return devices_bound([place.device for place in cluster.places], workload)
+
+
+def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
+    """`lower_bound` of a set of devices."""
+    model = workload.model
+    forwards, linears = passes(workload.recompute)
+
+    def rate(name: str) -> float:
+        return sum(getattr(device, name) for device in devices) * 1e12
+
+    pairs = workload.seq_len * (workload.seq_len + 1) / 2
+    flops = model.layers * model.heads * attention_flops(model, pairs)
+    attention = flops * (
+        forwards / rate("attention_forward_tflops") + BACKWARD_ATTENTION / rate("attention_backward_tflops")
+    )
+    per_token = model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
+    linear = per_token * workload.seq_len / rate("gemm_tflops")
+    if workload.sequences == 1:
+        capacity = [token_capacity(device, workload, len(devices)) for device in devices]
+        linear = max(linear, _level(workload.seq_len, [per_token / (d.gemm_tflops * 1e12) for d in devices], capacity))
+    return workload.sequences * workload.accumulation * (attention + linear)
+
+
+def bound(cluster: Cluster, workload: Workload) -> Bound:
+    return Bound(lower_bound(cluster, workload))
+
+
+def token_capacity(device: Device, workload: Workload, ranks: int) -> float:
+    """Tokens of one sequence a device can hold at the very most, without any heads."""
+    kept, working = token_bytes(workload)
+    model, size = workload.model, workload.element_bytes
+    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    fixed = min(fixed_bytes(workload, ranks), fixed_bytes(workload, 1))
+    free = (MEMORY_FRACTION * device.memory_gb - device.overhead_gb) * GB - fixed
+    return max(0.0, free / per_token)
+
+
+def _level(total: float, seconds: Sequence[float], capacity: Sequence[float]) -> float:
+    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; 0 if they cannot."""
+    filled, rate = 0.0, sum(1 / s for s in seconds)
+    for time, i in sorted((capacity[i] * s, i) for i, s in enumerate(seconds)):
+        if filled + rate * time >= total:
+            return (total - filled) / rate
+        filled += capacity[i]
+        rate -= 1 / seconds[i]
+    return 0.0
+
+
+def with_prediction(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
+    """The plan with `predicted`, `bound` and `gap` filled in."""
+    predicted, limit = predict(plan, cluster, workload), bound(cluster, workload)
+    gap = predicted.step_seconds / limit.step_seconds - 1
+    return dataclasses.replace(plan, predicted=predicted, bound=limit, gap=gap)
+
+
+__all__ = [
+    "MEMORY_FRACTION",
+    "OutOfMemory",
+    "ReplicaCost",
+    "Wires",
+    "bound",
+    "check_memory",
+    "check_workload",
+    "fragments",
+    "lower_bound",
+    "match_places",
+    "memory_gb",
+    "predict",
+    "replica_cost",
+    "with_prediction",
+]
