@@ -2,249 +2,110 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import tempfile
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import lightning as L
+import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+import training_cases as cases
+from training_cases import NO_TOKENS, REPLICAS, TWO, UNEVEN, make_plan
 
-from hexiseq.data import HexiSeqDataModule
-from hexiseq.models import build_model
-from hexiseq.module import CausalLM
 from hexiseq.plan import Plan, RankDevice, make_replica
-from hexiseq.strategy import HexiSeqStrategy
+from hexiseq.strategy import HexiSeqStrategy, match_ranks
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 72,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "vocab_size": 288,
-    "max_position_embeddings": 4096,
-}
-OPTIMIZER = {
-    "lr": 3e-3,
-    "betas": [0.9, 0.95],
-    "weight_decay": 0.1,
-    "warmup_steps": 0,
-    "total_steps": 0,
-    "min_lr_ratio": 0.0,
-}
-SEQ_LEN = 93  # the outermost back half-slot of 4 tokens holds one
+START_UP = 180.0  # the first case imports Lightning and transformers in every rank
 
-UNEVEN = (make_replica(SEQ_LEN, 8, [(7, [(0, 30, 5), (1, 23, 4)]), (5, [(2, 40, 9)])]),)
-NO_TOKENS = (make_replica(SEQ_LEN, 8, [(7, [(0, 53, 4), (1, 0, 5)]), (5, [(2, 40, 9)])]),)
-REPLICAS = (
-    make_replica(SEQ_LEN, 8, [(8, [(2, 61, 9)]), (4, [(0, 32, 9)])], sequences=2),
-    make_replica(SEQ_LEN, 8, [(12, [(1, 93, 9)])]),
+
+@pytest.mark.parametrize(
+    ("replicas", "recompute", "steps", "clip", "strategy"),
+    [
+        pytest.param(UNEVEN, "none", [3, 3, 3], 0.5, {}, id="accumulation-clipping"),
+        pytest.param(UNEVEN, "selective", [1, 1, 1], None, {}, id="selective"),
+        pytest.param(UNEVEN, "full", [2, 2, 1], 0.5, {"reshard_after_forward": False}, id="full-short-last-step"),
+        pytest.param(
+            NO_TOKENS, "selective", [3, 3, 3], 0.5, {"reduce_each_micro_step": True}, id="rank-without-tokens"
+        ),
+        pytest.param(REPLICAS, "none", [2, 2, 2], 0.5, {}, id="two-replicas"),
+    ],
 )
-TWO = (make_replica(SEQ_LEN, 8, [(8, [(1, 61, 9)]), (4, [(0, 32, 9)])]),)
+def test_loss_and_gradients_in_float64(pools, replicas, recompute, steps, clip, strategy):
+    plan = make_plan(replicas, recompute=recompute)
+    for errors in pools(plan.world_size).run(cases.compare, plan, steps, clip, strategy, timeout=START_UP):
+        assert max(errors.values()) <= 1e-10, errors
 
 
-def make_plan(replicas: tuple, *, dtype: str = "float64", recompute: str = "none") -> Plan:
-    ranks = sum(len(replica.ranks) for replica in replicas)
-    devices = tuple(RankDevice("cpu", "here", "cpu") for _ in range(ranks))
-    return Plan("manual", SEQ_LEN, 9, 3, 8, 2, "ring", recompute, dtype, replicas, devices)
+@pytest.mark.parametrize(("dtype", "limits"), [("float32", (1e-6, 1e-4)), ("bfloat16", (1e-2, 0.2))])
+def test_loss_and_gradients_in_lower_precision(pools, dtype, limits):
+    plan = make_plan(UNEVEN, dtype=dtype, recompute="selective")
+    for errors in pools(plan.world_size).run(cases.compare, plan, [3, 3, 3], 0.5, {}, timeout=START_UP):
+        assert errors["loss"] <= limits[0], errors
+        assert errors["grads"] <= limits[1], errors
 
 
-# --- what runs in the ranks
+def test_an_interrupted_run_continues_bitwise_and_on_fewer_ranks(pools, tmp_path):
+    plan, folder = make_plan(UNEVEN, dtype="float32", recompute="selective"), str(tmp_path / "step-3")
+    whole = pools(3).run(cases.run_to, 6, plan, None, None, timeout=START_UP)
+    first = pools(3).run(cases.run_to, 3, plan, None, folder, timeout=START_UP)
+    second = pools(3).run(cases.run_to, 6, plan, folder, None, timeout=START_UP)
+    for a, b, c in zip(whole, first, second, strict=True):
+        assert a["losses"] == b["losses"] + c["losses"]
+        assert a["consumed"] == c["consumed"] == 12
+        assert all(np.array_equal(w, c["weights"][n]) for n, w in a["weights"].items())
+
+    # Another number of ranks, another cut, another recompute mode.
+    for other in pools(2).run(cases.run_to, 6, make_plan(TWO, dtype="float32"), folder, None, timeout=START_UP):
+        assert other["losses"] == pytest.approx(whole[0]["losses"][3:], rel=1e-5)
+        assert other["consumed"] == 12
+        for name, weight in whole[0]["weights"].items():
+            assert np.abs(other["weights"][name] - weight).max() <= 1e-5 * np.abs(weight).max(), name
 
 
-@dataclasses.dataclass
-class Result:
-    losses: list[float]
-    valid: list[int]
-    grads: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    validation: float | None = None
-    consumed: int = 0
-    first_ids: list[int] = dataclasses.field(default_factory=list)
+def test_validation_counts_every_token_once(pools):
+    for got, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), timeout=START_UP):
+        assert got == pytest.approx(wanted, rel=1e-6)  # Lightning keeps metrics in float32
 
 
-class Recorded(CausalLM):
-    """Keeps each step's exact loss, and the gradients after clipping."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.losses: list[float] = []
-        self.valid: list[int] = []
-        self.grads: dict[str, Tensor] = {}
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        super().configure_gradient_clipping(*args, **kwargs)
-        self.losses.append(self.hexiseq.step_stats.loss)
-        self.valid.append(self.hexiseq.step_stats.valid_tokens)
-        self.grads = full({n: p.grad for n, p in self.model.named_parameters()})
-
-
-def full(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    whole = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
-    return {n.replace("_checkpoint_wrapped_module.", ""): t for n, t in whole.items()}
-
-
-def micro_steps(plan: Plan) -> Iterator[dict[str, Tensor]]:
-    """Whole batches of the job: labels are missing everywhere a middle rank would have them, and at random."""
-    generator = torch.Generator().manual_seed(5)
-    while True:
-        ids = torch.randint(0, 259, (plan.sequences, SEQ_LEN), generator=generator)
-        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, -100, ids)
-        labels[:, 28:76] = -100
-        yield {"input_ids": ids, "labels": labels}
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mean", "Return model(**batch).loss as it is"),
+        ("unparallel", "self.trainer.strategy.parallelize(model)"),
+        ("unlabelled", "all labels of all ranks are -100"),
+        (
+            "other model",
+            "model.model.layers.0.mlp.gate_proj.weight is [96, 72] in the checkpoint, [80, 72] in the model",
+        ),
+        ("no checkpoint", "does not exist"),
+        ("precision", "the plan's dtype sets the precision"),
+        ("devices", "toaster"),
+    ],
+)
+def test_every_rank_is_told_what_is_wrong(pools, tmp_path, kind, message):
+    plan, folder = make_plan(UNEVEN, dtype="float32"), str(tmp_path / "checkpoint")
+    if kind == "other model":
+        pools(3).run(cases.run_to, 1, plan, None, folder, timeout=START_UP)
+    for text in pools(3).run(cases.refusal, kind, plan, folder, timeout=START_UP):
+        assert message in text
 
 
-class Batches:
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, replica = plan, plan.place(rank)[0]
-        first = sum(r.sequences for r in plan.replicas[:replica])
-        self.rows = slice(first, first + plan.replicas[replica].sequences)
+def test_ranks_are_matched_by_type_and_node():
+    kinds = [("fast", "a"), ("fast", "a"), ("slow", "b"), ("fast", "c"), ("slow", "c")]
+    devices = tuple(RankDevice(kind, node, "cpu") for kind, node in kinds)
+    replica = make_replica(100, 10, [(4, [(0, 20, 2), (1, 20, 2)]), (3, [(2, 30, 4)]), (3, [(3, 15, 2), (4, 15, 2)])])
+    plan = Plan("manual", 100, 4, 2, 10, 1, "ring", "none", "float32", (replica,), devices)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in micro_steps(self.plan):
-            yield {name: value[self.rows] for name, value in batch.items()}
+    assert match_ranks(plan, kinds) == plan
+    # Other node names, another order, and the driver's name of a device.
+    found = [("slow", "h9"), ("ACME Fast 80GB", "h9"), ("slow", "h1"), ("fast", "h3"), ("fast", "h3")]
+    matched = match_ranks(plan, found, {"fast": ["ACME Fast"]})
+    assert [device.type for device in matched.devices] == ["slow", "fast", "slow", "fast", "fast"]
+    assert matched.replicas[0].groups[0].ranks == (3, 4)
+    assert matched.replicas[0].groups[2].ranks == (1, 0)
 
-
-def trainer(strategy: HexiSeqStrategy, folder: str | None = None, **settings: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=strategy_world(),
-        strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        default_root_dir=folder,
-        **settings,
-    )
+    with pytest.raises(ValueError, match="are not the plan's 5 devices") as caught:
+        match_ranks(plan, [("fast", "a"), ("slow", "a"), ("slow", "b"), ("fast", "c"), ("slow", "c")])
+    assert "a     fast         2         1" in str(caught.value)
+    with pytest.raises(ValueError, match="4 ranks are not the plan's 5 devices"):
+        match_ranks(plan, kinds[:4])
 
 
-def strategy_world() -> int:
-    return dist.get_world_size()
-
-
-def exact_norms(dtype: str) -> None:
-    """Hugging Face computes norms in float32 whatever the model's type; both sides of a float64 comparison must not."""
-
-    def forward(self: LlamaRMSNorm, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-    if dtype == "float64":
-        LlamaRMSNorm.forward = forward
-
-
-def train(plan: Plan, accumulation: int, clip: float | None, steps: int) -> Result:
-    """Result of `steps` optimizer steps over the plan."""
-    exact_norms(plan.dtype)
-    module = Recorded(CONFIG, OPTIMIZER, seed=7)
-    job = trainer(
-        HexiSeqStrategy(plan), max_steps=steps, accumulate_grad_batches=accumulation, gradient_clip_val=clip
-    )
-    job.fit(module, Batches(plan, dist.get_rank()))
-    return Result(module.losses, module.valid, module.grads, full(dict(module.model.named_parameters())))
-
-
-def reference(plan: Plan, accumulation: int, clip: float | None, steps: int) -> Result:
-    """The same with the plain model in one process."""
-    exact_norms(plan.dtype)
-    model = build_model(CONFIG, getattr(torch, plan.dtype), seed=7)
-    model.set_attn_implementation("sdpa")
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrix], "weight_decay": 0.1 * matrix}
-        for matrix in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER["lr"], betas=tuple(OPTIMIZER["betas"]))
-    batches = micro_steps(plan)
-    result = Result([], [], {}, {})
-    for _ in range(steps):
-        optimizer.zero_grad()
-        micro = [next(batches) for _ in range(accumulation)]
-        valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro)
-        total = 0.0
-        for batch in micro:
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-            )
-            (loss / valid).backward()
-            total += loss.item()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        result.losses.append(total / valid)
-        result.valid.append(valid)
-        result.grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        optimizer.step()
-    result.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return result
-
-
-def compare(plan: Plan, accumulation: int, clip: float | None) -> dict[str, float]:
-    """Largest differences between both ways, relative to the largest value of each gradient."""
-    got, wanted = train(plan, accumulation, clip, 3), reference(plan, accumulation, clip, 3)
-    assert got.valid == wanted.valid
-    assert got.grads.keys() == wanted.grads.keys()
-    worst = max(
-        ((got.grads[n] - g).abs().max() / g.abs().max()).item() for n, g in wanted.grads.items()
-    )
-    loss = max(abs(a - b) / b for a, b in zip(got.losses, wanted.losses, strict=True))
-    return {"grads": worst, "loss": loss}
-
-
-def ranks_main(rank: int, world: int, store: str, calls: list, results: Any) -> None:
-    warnings.filterwarnings("ignore")
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test", HEXISEQ_NODE="here",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for fn, args in calls:
-        try:
-            outcome = fn(*args)
-        except Exception:
-            outcome = traceback.format_exc()
-        if rank == 0:
-            results.put(outcome)
-        dist.barrier()
-
-
-def on_ranks(world: int, calls: list[tuple[Callable, tuple]]) -> list[Any]:
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(ranks_main, (world, f"{folder}/store", calls, results), nprocs=world)
-    return [results.get() for _ in calls]
-
-
-if __name__ == "__main__":
-    import sys
-    calls = [
-        (compare, (make_plan(UNEVEN), 3, 0.5)),
-        (compare, (make_plan(UNEVEN, recompute="selective"), 1, None)),
-        (compare, (make_plan(UNEVEN, recompute="full"), 3, 0.5)),
-        (compare, (make_plan(NO_TOKENS, recompute="selective"), 3, 0.5)),
-        (compare, (make_plan(REPLICAS), 3, 0.5)),
-        (compare, (make_plan(UNEVEN, dtype="float32", recompute="selective"), 3, 0.5)),
-    ]
-    import time
-    t = time.time()
-    for r in on_ranks(3, calls):
-        print(r)
-    print(time.time() - t)
+def test_the_strategy_needs_a_plan_or_what_to_make_one_from():
+    with pytest.raises(ValueError, match="either plan, or cluster, workload and policy"):
+        HexiSeqStrategy()

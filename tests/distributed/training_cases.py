@@ -1,0 +1,286 @@
+"""What the training tests run in every rank, and the plain Hugging Face model in one process they compare it with."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hexiseq.data import HexiSeqDataModule
+from hexiseq.models import build_model
+from hexiseq.module import CausalLM
+from hexiseq.plan import Plan, RankDevice, make_replica
+from hexiseq.strategy import HexiSeqStrategy
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 288,
+    "max_position_embeddings": 4096,
+}
+OPTIMIZER = {
+    "lr": 3e-3,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.1,
+    "warmup_steps": 0,
+    "total_steps": 0,
+    "min_lr_ratio": 0.0,
+}
+SEQ_LEN = 93  # the outermost back half-slot of 4 tokens holds one
+
+UNEVEN = (make_replica(SEQ_LEN, 8, [(7, [(0, 30, 5), (1, 23, 4)]), (5, [(2, 40, 9)])]),)
+NO_TOKENS = (make_replica(SEQ_LEN, 8, [(7, [(0, 53, 4), (1, 0, 5)]), (5, [(2, 40, 9)])]),)
+REPLICAS = (
+    make_replica(SEQ_LEN, 8, [(8, [(2, 61, 9)]), (4, [(0, 32, 9)])], sequences=2),
+    make_replica(SEQ_LEN, 8, [(12, [(1, 93, 9)])]),
+)
+TWO = (make_replica(SEQ_LEN, 8, [(8, [(1, 61, 9)]), (4, [(0, 32, 9)])]),)
+
+
+def make_plan(replicas: tuple, *, dtype: str = "float64", recompute: str = "none") -> Plan:
+    ranks = sum(len(replica.ranks) for replica in replicas)
+    devices = tuple(RankDevice("cpu", "here", "cpu") for _ in range(ranks))
+    return Plan("manual", SEQ_LEN, 9, 3, 8, 2, "ring", recompute, dtype, replicas, devices)
+
+
+@dataclasses.dataclass
+class Result:
+    """Of a run, on every rank: exact losses of its steps, the last step's gradients after clipping, weights."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    valid: list[int] = dataclasses.field(default_factory=list)
+    norms: list[float | None] = dataclasses.field(default_factory=list)
+    grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Recorded(CausalLM):
+    """Fills a `Result` while it trains."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.result = Result()
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+        stats = self.hexiseq.step_stats
+        self.result.losses.append(stats.loss)
+        self.result.valid.append(stats.valid_tokens)
+        self.result.norms.append(stats.grad_norm)
+        self.result.grads = full({n: p.grad for n, p in self.model.named_parameters()})
+
+    def on_train_end(self) -> None:
+        self.result.weights = full(dict(self.model.named_parameters()))
+
+
+class Mean(CausalLM):
+    """Returns what a user might: the mean over the rank's own tokens."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        valid = (batch["shift_labels"] != -100).sum().clamp(min=1)
+        return self.model(**batch).loss * batch["num_items_in_batch"] / valid
+
+
+class Unparallel(CausalLM):
+    def configure_model(self) -> None:
+        self.model = build_model(self.config, torch.float32, seed=0)
+
+
+def full(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    whole = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
+    return {n.replace("_checkpoint_wrapped_module.", ""): t for n, t in whole.items()}
+
+
+def micro_steps(plan: Plan, labelled: bool) -> Iterator[dict[str, Tensor]]:
+    """Batches of the whole job. Labels are missing at random, and wherever UNEVEN's and NO_TOKENS's last rank is."""
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        ids = torch.randint(0, 259, (plan.sequences, SEQ_LEN), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, -100, ids)
+        labels[:, 28:76] = -100
+        yield {"input_ids": ids, "labels": labels if labelled else torch.full_like(ids, -100)}
+
+
+class Batches:
+    """A rank's share of `micro_steps`."""
+
+    def __init__(self, plan: Plan, labelled: bool = True) -> None:
+        self.plan, self.labelled, replica = plan, labelled, plan.place(dist.get_rank())[0]
+        first = sum(r.sequences for r in plan.replicas[:replica])
+        self.rows = slice(first, first + plan.replicas[replica].sequences)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in micro_steps(self.plan, self.labelled):
+            yield {name: value[self.rows] for name, value in batch.items()}
+
+
+def trainer(strategy: HexiSeqStrategy, **settings: Any) -> L.Trainer:
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test", HEXISEQ_NODE="here",
+    )  # fmt: skip
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=int(world),
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        **settings,
+    )
+
+
+def exact_norms(dtype: str) -> None:
+    """Hugging Face computes norms in float32 whatever the model's type; in a float64 comparison neither side may."""
+    if not hasattr(LlamaRMSNorm, "stock"):
+        LlamaRMSNorm.stock = LlamaRMSNorm.forward
+    LlamaRMSNorm.forward = _norm if dtype == "float64" else LlamaRMSNorm.stock
+
+
+def _norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def train(plan: Plan, steps: list[int], clip: float | None, **strategy: Any) -> Result:
+    """Optimizer steps of `steps` micro-steps each; all equal but for a shorter last one."""
+    exact_norms(plan.dtype)
+    module = Recorded(CONFIG, OPTIMIZER, seed=7)
+    job = trainer(
+        HexiSeqStrategy(plan, **strategy),
+        max_epochs=1,
+        limit_train_batches=sum(steps),
+        accumulate_grad_batches=steps[0],
+        gradient_clip_val=clip,
+    )
+    job.fit(module, Batches(plan))
+    return module.result
+
+
+def reference(plan: Plan, steps: list[int], clip: float | None) -> Result:
+    """The same with the plain model in one process."""
+    exact_norms(plan.dtype)
+    dtype = torch.float64 if plan.dtype == "float64" else torch.float32
+    model = build_model(CONFIG, dtype, seed=7)
+    model.set_attn_implementation("sdpa")
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrix], "weight_decay": 0.1 * matrix}
+        for matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER["lr"], betas=tuple(OPTIMIZER["betas"]))
+    batches = micro_steps(plan, True)
+    result = Result()
+    for accumulation in steps:
+        optimizer.zero_grad()
+        micro = [next(batches) for _ in range(accumulation)]
+        valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro)
+        total = 0.0
+        for batch in micro:
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            (loss / valid).backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip).item() if clip is not None else None
+        result.losses.append(total / valid)
+        result.valid.append(valid)
+        result.norms.append(norm)
+        result.grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    return result
+
+
+def compare(plan: Plan, steps: list[int], clip: float | None, strategy: dict[str, Any]) -> dict[str, float]:
+    """Largest differences between both ways, gradients relative to the largest value of each."""
+    got, wanted = train(plan, steps, clip, **strategy), reference(plan, steps, clip)
+    assert got.valid == wanted.valid
+    assert got.grads.keys() == wanted.grads.keys()
+    errors = {"loss": max(abs(a - b) / b for a, b in zip(got.losses, wanted.losses, strict=True))}
+    errors["grads"] = max(((got.grads[n] - g).abs().max() / g.abs().max()).item() for n, g in wanted.grads.items())
+    if clip is not None:
+        errors["norm"] = max(abs(a - b) / b for a, b in zip(got.norms, wanted.norms, strict=True))
+    return errors
+
+
+def data_module() -> HexiSeqDataModule:
+    synthetic = {"documents": 60, "length": 50, "vocab_size": 40, "noise": 0.1}
+    return HexiSeqDataModule("synthetic", SEQ_LEN, 3, 0.05, synthetic=synthetic)
+
+
+def run_to(step: int, plan: Plan, start: str | None, end: str | None) -> dict[str, Any]:
+    """Train to an optimizer step, from a checkpoint and to another one, with a data position and a decaying rate."""
+    exact_norms(plan.dtype)
+    module = Recorded(CONFIG, {**OPTIMIZER, "warmup_steps": 2, "total_steps": 8}, seed=7)
+    data = data_module()
+    job = trainer(HexiSeqStrategy(plan), max_steps=step, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    job.fit(module, datamodule=data, ckpt_path=start)
+    if end:
+        job.save_checkpoint(end)
+    weights = {n: w.double().numpy() for n, w in module.result.weights.items()}
+    return {"losses": module.result.losses, "weights": weights, "consumed": data.sequences_consumed}
+
+
+def validate(plan: Plan) -> tuple[float, float]:
+    """Validation loss over the plan, and of the plain model."""
+    exact_norms(plan.dtype)
+    module, data = Recorded(CONFIG, OPTIMIZER, seed=7), data_module()
+    job = trainer(HexiSeqStrategy(plan))
+    job.validate(module, datamodule=data, verbose=False)
+    model = build_model(CONFIG, torch.float64, seed=7)
+    total, valid = 0.0, 0
+    for index in range(len(data.validation_source)):
+        ids, labels = (torch.from_numpy(x) for x in data.validation_source[index])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        total += nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
+        valid += int((labels[1:] != -100).sum())
+    return float(job.callback_metrics["validation_loss"]), total / valid
+
+
+def refusal(kind: str, plan: Plan, folder: str) -> str:
+    """The text of the ValueError this rank ends with."""
+    exact_norms(plan.dtype)
+    module: CausalLM = CausalLM(CONFIG, OPTIMIZER, seed=7)
+    labelled, settings, strategy = True, {}, {}
+    start: str | None = None
+    if kind == "mean":
+        module = Mean(CONFIG, OPTIMIZER, seed=7)
+    elif kind == "unparallel":
+        module = Unparallel(CONFIG, OPTIMIZER, seed=7)
+    elif kind == "unlabelled":
+        labelled = False
+    elif kind == "other model":
+        start = folder
+        module = CausalLM({**CONFIG, "intermediate_size": 80}, OPTIMIZER, seed=7)
+    elif kind == "no checkpoint":
+        start = folder + "-nowhere"
+    elif kind == "precision":
+        settings["precision"] = "bf16-true"
+    elif kind == "devices":
+        strategy["identify"] = lambda device: ("cpu" if dist.get_rank() else "toaster", "here")
+    try:
+        job = trainer(HexiSeqStrategy(plan, **strategy), max_steps=2, **settings)
+        job.fit(module, Batches(plan, labelled), ckpt_path=start)
+    except ValueError as error:
+        return str(error)
+    return "nothing refused"
