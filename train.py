@@ -10,6 +10,7 @@ Exit codes: 0, or 2 for a mistake of the user's (one block on stderr), or 1 for 
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -25,12 +26,12 @@ from hexiseq import launch
 from hexiseq.cost import OutOfMemory
 from hexiseq.schedule import IllegalPolicy
 from recipes import job as jobs
-from recipes import plan, pretrain
+from recipes import plan
 
 ROOT = Path(__file__).resolve().parent
 # Recipes that only compute run in this process; the others run in one process per rank.
 LOCAL_RECIPES = {"plan": plan.run}
-RANK_RECIPES = {"pretrain": pretrain.run}
+RANK_RECIPES = ("pretrain",)
 
 outcomes: list[str] = []
 
@@ -64,7 +65,7 @@ def run(composed: DictConfig, run_dir: Path) -> None:
     if recipe in LOCAL_RECIPES:
         LOCAL_RECIPES[recipe](config, run_dir)
     elif recipe not in RANK_RECIPES:
-        raise ValueError(f"recipe.name {recipe!r} is not one of {', '.join([*LOCAL_RECIPES, *RANK_RECIPES])}")
+        raise ValueError(f"recipe.name {recipe!r} is not one of {', '.join((*LOCAL_RECIPES, *RANK_RECIPES))}")
     elif launch.joined():
         join(lambda: prepared(config, run_dir, ranks=launch.world_size()).to_dict(), recipe)
     else:
@@ -85,7 +86,9 @@ def join(prepare: Any, recipe: str | None) -> None:
     """Take part in the job a launcher started: rank 0 prepares, the others receive and never compose."""
     job = jobs.Job.from_dict(launch.broadcast_run(prepare, timeout_seconds=600))
     name = recipe or job.config["recipe"]["name"]
-    launch.worker(lambda: RANK_RECIPES[name](job), job.run_dir)
+    # Only ranks pay for importing torch and Lightning.
+    module = importlib.import_module(f"recipes.{name}")
+    launch.worker(lambda: module.run(job), job.run_dir)
 
 
 def report(error: Exception) -> None:

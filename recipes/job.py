@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -22,6 +22,9 @@ from hexiseq.plan import DTYPES, Plan, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.schedule import solve
 from hexiseq.workload import ModelShape, Workload
+
+if TYPE_CHECKING:
+    from hexiseq.data import HexiSeqDataModule
 
 Config = dict[str, Any]
 
@@ -37,6 +40,8 @@ class Job:
         plan: what the ranks run.
         target: in a rehearsal, the real cluster's plan with its predictions.
         cores: per rank, the CPU cores it is pinned to.
+        device_names: device type -> what the driver calls it, to find the plan's devices among the ranks'.
+        assigned: ranks are told which device they are (CPU ranks, rehearsals, devices measured in place).
     """
 
     config: Config
@@ -44,6 +49,12 @@ class Job:
     plan: Plan
     target: Plan | None
     cores: tuple[tuple[int, ...], ...]
+    device_names: dict[str, tuple[str, ...]]
+    assigned: bool
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.plan.devices[0].kernel != "cpu"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -52,6 +63,8 @@ class Job:
             "plan": self.plan.to_dict(),
             "target": self.target and self.target.to_dict(),
             "cores": [list(cores) for cores in self.cores],
+            "device_names": {kind: list(names) for kind, names in self.device_names.items()},
+            "assigned": self.assigned,
         }
 
     @staticmethod
@@ -62,6 +75,8 @@ class Job:
             plan=Plan.from_dict(data["plan"]),
             target=Plan.from_dict(data["target"]) if data["target"] else None,
             cores=tuple(tuple(cores) for cores in data["cores"]),
+            device_names={kind: tuple(names) for kind, names in data["device_names"].items()},
+            assigned=data["assigned"],
         )
 
 
@@ -132,7 +147,13 @@ def common_dtype(wanted: str, cluster: Cluster) -> str:
 
 
 def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
-    """Plan the run, rehearse it where the cluster's devices are absent, and write the run folder's files."""
+    """Plan the run, rehearse it where the cluster's devices are absent, and write the run folder's files.
+
+    Raises:
+        ValueError: anything the user can put right, before any process starts.
+    """
+    data_module(config)
+    _check_checkpoint(config["ckpt_path"])
     cluster, workload, plan = solve_config(config, ranks=ranks)
     target = None
     if missing_gpus(cluster):
@@ -143,13 +164,45 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         used = included_places(cluster, plan)
         cores = tuple(cluster.places[index].seat.cores for index in used)
     run_dir.mkdir(parents=True, exist_ok=True)
-    job = Job(config, run_dir, plan, target, cores)
+    on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
+    job = Job(
+        config,
+        run_dir,
+        plan,
+        target,
+        cores,
+        device_names={device.type: device.names for device in cluster.devices},
+        assigned=on_cpu or target is not None or not config.get("cluster"),
+    )
     plan.save(run_dir / "plan.json")
     if target:
         target.save(run_dir / "plan.target.json")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
     return job
+
+
+def data_module(config: Config) -> HexiSeqDataModule:
+    """The data of a configuration; its parameters are checked here, documents are read at setup."""
+    # Not at the top: recipe=plan must not pay for importing torch.
+    from hexiseq.data import HexiSeqDataModule
+
+    data = config["data"]
+    return HexiSeqDataModule(
+        data["name"],
+        data["seq_len"],
+        config["seed"],
+        data["validation_fraction"],
+        tokenizer=data["tokenizer"],
+        path=data["path"],
+        synthetic=data["synthetic"],
+    )
+
+
+def _check_checkpoint(path: str | None) -> None:
+    if path is not None and not (Path(path) / ".metadata").is_file():
+        found = "has no checkpoint in it" if Path(path).exists() else "does not exist"
+        raise ValueError(f"ckpt_path {path!r} {found}; name a folder such as RUN_DIR/checkpoints/step-30")
 
 
 def load(run_dir: Path) -> Job:
@@ -178,13 +231,12 @@ def missing_gpus(cluster: Cluster) -> bool:
 
 
 def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, Plan]:
-    from hexiseq.data import VOCAB_SIZE
-
+    vocab_size = data_module(config).vocab_size
     shrink = config["recipe"]["rehearsal"]
     small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
     model = {
         "name": f"{config['model']['name']}-rehearsal",
-        "config": rehearse_model(config["model"]["config"], shrink, VOCAB_SIZE),
+        "config": rehearse_model(config["model"]["config"], shrink, vocab_size),
     }
     config = {**config, "model": model, "data": {**config["data"], "seq_len": small.seq_len}}
     core = device_from_config(yaml.safe_load((CONF / "gpu" / "cpu_core.yaml").read_text()))
@@ -220,13 +272,13 @@ def _summary(cluster: Cluster) -> str:
 
 def _check(config: Config) -> None:
     """Values the rest of the code takes for granted, each refused by its command-line name."""
-    trainer, data = config["trainer"], config["data"]
+    trainer = config["trainer"]
 
     def whole(name: str, value: Any, least: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
-    whole("data.seq_len", data["seq_len"], 2)
+    whole("data.seq_len", config["data"]["seq_len"], 2)
     whole("seed", config["seed"], 0)
     for key, least in (("max_steps", 1), ("sequences", 1), ("accumulation", 1), ("validation_sequences", 0)):
         whole(f"trainer.{key}", trainer[key], least)
@@ -236,8 +288,6 @@ def _check(config: Config) -> None:
     clip = trainer["gradient_clip"]
     if clip is not None and not (isinstance(clip, (int, float)) and math.isfinite(clip) and clip > 0):
         raise ValueError(f"trainer.gradient_clip must be a positive number or null, got {clip!r}")
-    if not 0 < data["validation_fraction"] < 1:
-        raise ValueError(f"data.validation_fraction must be between 0 and 1, got {data['validation_fraction']!r}")
     timeout = config["strategy"]["timeout_seconds"]
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"strategy.timeout_seconds must be a positive number, got {timeout!r}")

@@ -1,5 +1,6 @@
-"""Lightning callbacks: what a run shows and logs."""
+"""Lightning callbacks: what a run shows, logs and keeps."""
 
+from hexiseq.callbacks.checkpoints import Checkpoints
 from hexiseq.callbacks.throughput import Throughput
 
-__all__ = ["Throughput"]
+__all__ = ["Checkpoints", "Throughput"]

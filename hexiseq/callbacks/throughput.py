@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from hexiseq.plan import Plan
 from hexiseq.strategy import HexiSeqStrategy
 
 
@@ -20,19 +19,22 @@ class Throughput(pl.Callback):
     ``tokens_rank_R``. Validation time is not counted into a step.
 
     Args:
-        plan: the plan that runs; its prediction is logged beside the measurement.
         print_every: print a line every so many steps; 0 prints none (a progress bar shows them).
     """
 
-    def __init__(self, plan: Plan, print_every: int) -> None:
-        self._predicted = plan.predicted.step_seconds if plan.predicted else None
-        self._tokens = {f"tokens_rank_{shard.rank}": shard.num_tokens for shard in plan.shards()}
+    def __init__(self, print_every: int) -> None:
+        self._predicted: float | None = None
+        self._tokens: dict[str, float] = {}
         self._print_every = print_every
         self._step = 0
         self._started = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(trainer.strategy, HexiSeqStrategy)
+        plan = trainer.strategy.plan
+        self._predicted = plan.predicted.step_seconds if plan.predicted else None
+        self._tokens = {f"tokens_rank_{shard.rank}": shard.num_tokens for shard in plan.shards()}
         self._step = trainer.global_step
         self._started = time.perf_counter()
 
@@ -54,6 +56,8 @@ class Throughput(pl.Callback):
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self._tokens,
         }
+        if stats.grad_norm is not None:
+            metrics["grad_norm"] = stats.grad_norm
         if self._predicted is not None:
             metrics["predicted_step_seconds"] = self._predicted
         for logger in trainer.loggers:

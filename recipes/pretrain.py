@@ -1,0 +1,112 @@
+"""Train a decoder from random weights over the run's plan. One process per rank: ``python -m recipes.pretrain RUN_DIR``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from typing_extensions import override
+
+from hexiseq import HexiSeqStrategy, launch
+from hexiseq.callbacks import Checkpoints, Throughput
+from hexiseq.module import CausalLM
+from recipes.job import Job, data_module, load
+
+
+class Launched(TorchElasticEnvironment):
+    """The launcher's world as it is: nodes may have different numbers of ranks, which Lightning's own check refuses."""
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+
+def run(job: Job) -> None:
+    """Train. Called on every rank, with the launcher's environment set."""
+    config, trainer_config = job.config, job.config["trainer"]
+    accelerator = "cuda" if job.on_gpus else "cpu"
+    if job.assigned:
+        launch.settle(job.plan, job.cores)
+    pl.seed_everything(config["seed"], verbose=False)
+
+    strategy = HexiSeqStrategy(
+        job.plan,
+        reshard_after_forward=not config["strategy"]["keep_parameters"],
+        timeout=timedelta(seconds=config["strategy"]["timeout_seconds"]),
+        device_names=job.device_names,
+        process_group_backend=None if job.on_gpus else "gloo",
+    )
+    module = CausalLM(config["model"]["config"], config["recipe"]["optimizer"], config["seed"])
+    data = data_module(config)
+    terminal = sys.stdout.isatty() and launch.rank() == 0
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        strategy=strategy,
+        plugins=[Launched()],
+        logger=loggers(job),
+        callbacks=[Throughput(0 if terminal else 1), Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"])],
+        max_epochs=-1,
+        max_steps=trainer_config["max_steps"],
+        accumulate_grad_batches=trainer_config["accumulation"],
+        gradient_clip_val=trainer_config["gradient_clip"],
+        **validation(job),
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=terminal,
+        log_every_n_steps=1,
+        default_root_dir=job.run_dir,
+    )
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+        if trainer.is_global_zero:
+            # Ranks may have been renamed to where the launcher put them.
+            strategy.plan.save(job.run_dir / "plan.json")
+    finally:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                logger.experiment.finish()
+    dist.destroy_process_group()
+
+
+def validation(job: Job) -> dict[str, Any]:
+    """Trainer arguments: counts are in sequences and optimizer steps here, in batches there."""
+    config = job.config["trainer"]
+    sequences, every = config["validation_sequences"], config["validate_every"]
+    if not sequences or every is None:
+        return {"limit_val_batches": 0}
+    return {
+        "limit_val_batches": -(-sequences // job.plan.sequences),
+        "val_check_interval": every * config["accumulation"],
+        "check_val_every_n_epoch": None,
+    }
+
+
+def loggers(job: Job) -> list[Logger]:
+    chosen: list[Logger] = [CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)]
+    config = job.config["logger"]
+    if config["name"] == "wandb":
+        chosen.append(
+            WandbLogger(
+                project=config["project"],
+                save_dir=job.run_dir,
+                offline=config["mode"] == "offline",
+                config={**job.config, "plan": job.plan.to_dict()},
+            )
+        )
+    return chosen
+
+
+if __name__ == "__main__":
+    run_dir = Path(sys.argv[1])
+    launch.worker(lambda: run(load(run_dir)), run_dir)
