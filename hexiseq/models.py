@@ -83,8 +83,8 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | No
 def prepare(model: PreTrainedModel, holder: PlanHolder) -> None:
     """Make `model` compute on this rank's shard of ``holder.plan``: attention, loss and RoPE.
 
-    Afterwards ``model(input_ids, position_ids, shift_labels, num_items_in_batch)`` takes the local tokens ``[B, L]`` and
-    returns ``loss``, the sum of the local token losses over `num_items_in_batch`, and no logits.
+    Afterwards ``model(input_ids, position_ids, shift_labels, num_items_in_batch)`` takes the local tokens ``[B, L]``
+    and returns ``loss``, the sum of the local token losses over `num_items_in_batch`, and no logits.
 
     Raises:
         ValueError: the model needs what the attention or the loss does not do, or has other heads than the plan.
@@ -94,6 +94,10 @@ def prepare(model: PreTrainedModel, holder: PlanHolder) -> None:
         for module in layer.modules():
             if not getattr(module, "is_causal", True):
                 raise ValueError(f"{model.config.model_type}: {type(module).__name__} is not causal attention")
+            if getattr(module, "sinks", None) is not None:
+                raise ValueError(
+                    f"{model.config.model_type}: {type(module).__name__} has attention sinks; not supported"
+                )
             module._hexiseq = holder  # type: ignore[assignment]
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)
@@ -135,7 +139,7 @@ def apply_recompute(model: PreTrainedModel, mode: str) -> None:
 def materialize(model: PreTrainedModel, part: nn.Module, seed: int, device: torch.device) -> None:
     """Give `part` of a model on the meta device memory and initial weights, a function of seed and module name only.
 
-    Parts that have memory already stay as they are, so that layers can be filled and sharded one by one before the rest.
+    Parts that have memory already stay as they are, so that layers can be filled and sharded one by one.
     """
     names = {id(module): name for name, module in model.named_modules()}
     for module in reversed(list(part.modules())):
@@ -208,7 +212,7 @@ def _forward(
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query_BHLD: Tensor,
     key_BKLD: Tensor,
     value_BKLD: Tensor,
@@ -217,7 +221,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    plan = module._hexiseq.plan  # type: ignore[union-attr]
+    plan = module._hexiseq.plan
     window, refused = (
         kwargs.get("sliding_window"),
         [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None],
@@ -264,7 +268,8 @@ def _refuse(config: Any, plan: Plan) -> None:
 
 
 def _fix_rope(model: PreTrainedModel, plan: Plan) -> None:
-    """Compute length-dependent RoPE frequencies for the plan's whole sequence, once, instead of from a rank's positions."""
+    """Compute length-dependent RoPE frequencies once, for the plan's whole sequence, not from a rank's positions."""
+    module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

@@ -2,8 +2,8 @@
 checkpoints.
 
 Losses are *sums* of token losses; gradients are divided by the number of valid tokens of the whole optimizer step, over
-all ranks and micro-steps. That number is known only after the last backward, so losses are divided by the nominal number
-of tokens first and gradients multiplied by nominal/actual before clipping.
+all ranks and micro-steps. That number is known only after the last backward, so losses are divided by the nominal
+number of tokens first and gradients multiplied by nominal/actual before clipping.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ class StepStats:
 
 
 def identify(device: torch.device) -> Identity:
-    """``(device type, node)`` of this rank: what the launcher put into ``HEXISEQ_DEVICE_TYPE`` and ``HEXISEQ_NODE``, else
-    the driver's name of the device and the host's name."""
+    """``(device type, node)`` of this rank.
+
+    What the launcher put into ``HEXISEQ_DEVICE_TYPE`` and ``HEXISEQ_NODE``; else the driver's name of the device and
+    the host's name.
+    """
     found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return os.environ.get("HEXISEQ_DEVICE_TYPE", found), os.environ.get("HEXISEQ_NODE", socket.gethostname())
 
@@ -93,8 +96,8 @@ def match_ranks(plan: Plan, found: Sequence[Identity], names: Mapping[str, Seque
         pairs = list(zip(sorted(wanted), sorted(there), strict=True))
     else:
         # Nodes with the same devices are interchangeable; sorting puts them side by side.
-        kinds = [sorted(nodes, key=lambda n, nodes=nodes: (_kind(nodes[n]), n)) for nodes in (wanted, there)]
-        pairs = list(zip(*kinds, strict=False))
+        alike = [sorted((_kind(nodes[name]), name) for name in nodes) for nodes in (wanted, there)]
+        pairs = [(a, b) for (_, a), (_, b) in zip(*alike, strict=False)]
     if len(there) != len(wanted) or any(_kind(wanted[a]) != _kind(there[b]) for a, b in pairs):
         raise ValueError(_mismatch(plan, found, types))
     new_rank = [0] * plan.world_size
@@ -109,8 +112,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
     """Trains a Hugging Face decoder over a plan, inside an ordinary Lightning trainer.
 
     The module must override `configure_model` and pass its model through `parallelize`; `training_step` receives the
-    rank's shard of each batch and returns ``model(**batch).loss`` unchanged (see `hexiseq.module.CausalLM`). Data loaders
-    yield whole sequences, ``{"input_ids": [B, N]}`` and optionally ``"labels"``, the same ones on all ranks of a replica.
+    rank's shard of each batch and returns ``model(**batch).loss`` unchanged (see `hexiseq.module.CausalLM`). Data
+    loaders yield whole sequences, ``{"input_ids": [B, N]}`` and optionally ``"labels"``, the same ones on all ranks of
+    a replica.
 
     Either give a plan, or what to make one from: it is then solved on rank 0 and sent to all.
 
@@ -119,8 +123,8 @@ class HexiSeqStrategy(ModelParallelStrategy):
         cluster, workload, policy, solver: solved by ``schedule.solve(cluster, workload, policy, **solver)``.
         reshard_after_forward: free gathered parameters between forward and backward; None: as the workload says, else
             True.
-        reduce_each_micro_step: reduce gradients in every micro-step of an optimizer step, instead of once. More traffic;
-            without it each rank holds unsharded gradients while it accumulates.
+        reduce_each_micro_step: reduce gradients in every micro-step of an optimizer step, instead of once. More
+            traffic; without it each rank holds unsharded gradients while it accumulates.
         timeout: of every collective and transfer.
         identify: tells ``(device type, node)`` of a rank's device.
         device_names: device type -> substrings of what the driver calls it; a cluster brings its own.
@@ -219,7 +223,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
             super().set_world_ranks()
         else:
             # The launcher knows; nodes times devices is wrong when nodes are unequal.
-            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def check_equal(self, what: str, value: str) -> None:
         """Collective. Raises ValueError on all ranks, naming those whose value is not rank 0's."""
@@ -264,7 +268,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
         return _PARAMETERS[self.plan.dtype][0]
 
     def parallelize(self, model: PreTrainedModel, seed: int | None = None) -> PreTrainedModel:
-        """Put `model` on the plan: attention, loss, recompute, and parameters sharded over all ranks. For `configure_model`.
+        """Put `model` on the plan: attention, loss, recompute, parameters sharded over all ranks.
+
+        To be called in `configure_model`.
 
         Args:
             model: parameters in `parameter_dtype`; on the meta device, or the same on all ranks.
@@ -315,12 +321,12 @@ class HexiSeqStrategy(ModelParallelStrategy):
         """This rank's shard of whole sequences.
 
         Args:
-            batch: ``input_ids`` ``[B, N]`` and optionally ``labels`` ``[B, N]`` (not shifted, -100 where there is none),
-                ``B`` the replica's sequences.
+            batch: ``input_ids`` ``[B, N]`` and optionally ``labels`` ``[B, N]`` (not shifted, -100 where there is
+                none), ``B`` the replica's sequences.
 
         Returns:
-            ``input_ids``, ``position_ids``, ``shift_labels`` ``[B, L]`` and ``num_items_in_batch``. A rank without tokens
-            gets one dummy token without a label.
+            ``input_ids``, ``position_ids``, ``shift_labels`` ``[B, L]`` and ``num_items_in_batch``. A rank without
+            tokens gets one dummy token without a label.
         """
         ids = batch["input_ids"]
         expected = (self.plan.replicas[self.replica].sequences, self.plan.seq_len)
@@ -411,8 +417,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
             got, wanted = float(loss), float(expected) / self.nominal_tokens
             if not abs(got - wanted) <= 1e-3 * max(abs(wanted), 1e-6):
                 message = (
-                    f"training_step returned {got:.6g}; the sum of the token losses over num_items_in_batch is {wanted:.6g}. "
-                    "Return model(**batch).loss as it is: a mean over a rank's tokens is wrong when ranks hold unequal shares"
+                    f"training_step returned {got:.6g}; the sum of the token losses over num_items_in_batch is "
+                    f"{wanted:.6g}. Return model(**batch).loss as it is: a mean over a rank's tokens is wrong when "
+                    "ranks hold unequal shares"
                 )
         messages: list[Any] = [None] * self.world_size
         dist.all_gather_object(messages, message)
@@ -457,13 +464,13 @@ class HexiSeqStrategy(ModelParallelStrategy):
             for name, entry in saved.items()
             if name.startswith("state_dict.")
         }
-        own = {name: tuple(value.shape) for name, value in get_model_state_dict(self.model).items()}
+        own = {name: tuple(getattr(value, "shape", ())) for name, value in get_model_state_dict(self.model).items()}
         for name in [*own, *sorted(shapes.keys() - own.keys())]:
             if own.get(name) != shapes.get(name):
                 here, there = (list(s[name]) if name in s else "no such parameter" for s in (own, shapes))
                 raise ValueError(
-                    f"ckpt_path {str(path)!r} is a checkpoint of another model: {name} is {there} in the checkpoint, {here} "
-                    "in the model; set the model it was written with"
+                    f"ckpt_path {str(path)!r} is a checkpoint of another model: {name} is {there} in the checkpoint, "
+                    f"{here} in the model; set the model it was written with"
                 )
 
 

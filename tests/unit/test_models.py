@@ -1,0 +1,233 @@
+"""Hugging Face decoders on a plan in one process: loss and gradients of stock attention; the rest is refused."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hexiseq.attention import close_all, runtime_for
+from hexiseq.models import PlanHolder, apply_recompute, build_model, materialize, prepare, token_loss_sum
+from hexiseq.plan import Plan, RankDevice, make_replica
+
+SEQ_LEN = 64
+SIZES = {
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 4096,
+}
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+def plan(seq_len: int = SEQ_LEN, dtype: str = "float32", recompute: str = "none", heads: int = 9) -> Plan:
+    replica = make_replica(seq_len, seq_len, [(1, [(0, seq_len, heads)])])
+    device = RankDevice("cpu", "here", "cpu")
+    return Plan("manual", seq_len, heads, 3, seq_len, 1, "ring", recompute, dtype, (replica,), (device,))
+
+
+@pytest.fixture(scope="module")
+def job():
+    """A job of one rank: attention needs process groups."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        close_all()
+        dist.destroy_process_group()
+
+
+def batch(seq_len: int = SEQ_LEN) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 96, (2, seq_len), generator=generator)
+    labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100).clone()
+    labels[0, 10:30] = -100
+    positions = torch.arange(seq_len).expand(2, -1)
+    return {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "num_items_in_batch": 2 * seq_len}
+
+
+def stock_loss(model: nn.Module, data: dict) -> torch.Tensor:
+    logits = model(input_ids=data["input_ids"], use_cache=False).logits
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), data["shift_labels"].flatten(), reduction="sum")
+    return total / data["num_items_in_batch"]
+
+
+@pytest.mark.parametrize(
+    ("config", "recompute"),
+    [
+        (LLAMA, "none"),
+        (LLAMA, "selective"),
+        (LLAMA, "full"),
+        ({**LLAMA, "tie_word_embeddings": True}, "none"),
+        ({**SIZES, "model_type": "qwen3"}, "selective"),
+        ({**SIZES, "model_type": "qwen2", "head_dim": None}, "none"),
+        ({**SIZES, "model_type": "mistral", "sliding_window": None}, "none"),
+        # A window no shorter than the sequence does nothing.
+        ({**SIZES, "model_type": "mistral", "sliding_window": SEQ_LEN}, "none"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value['model_type']}-{len(value)}",
+)
+def test_loss_and_gradients_are_those_of_stock_attention(job, config, recompute):
+    config = {key: value for key, value in config.items() if key != "head_dim" or value is not None}
+    stock, model = (build_model(config, torch.float32, seed=1) for _ in range(2))
+    stock.set_attn_implementation("sdpa")
+    holder = PlanHolder(plan(recompute=recompute))
+    prepare(model, holder)
+    apply_recompute(model, recompute)
+    wanted, out = stock_loss(stock, batch()), model(**batch())
+    wanted.backward()
+    out.loss.backward()
+    assert out.logits is None
+    assert holder.loss_sum is not None
+    assert out.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert holder.loss_sum.item() == pytest.approx(wanted.item() * 2 * SEQ_LEN, rel=1e-6)
+    grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    for name, parameter in stock.named_parameters():
+        assert (grads[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
+
+
+def test_selective_recompute_runs_attention_once_and_full_twice(job):
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        model, job_plan = build_model(LLAMA, torch.float32, seed=1), plan(recompute=mode)
+        prepare(model, PlanHolder(job_plan))
+        apply_recompute(model, mode)
+        calls = runtime_for(job_plan).calls
+        calls.clear()
+        model(**batch()).loss.backward()
+        counts[mode] = (calls["forward"], calls["backward"])
+    assert counts == {"none": (2, 2), "selective": (2, 2), "full": (4, 2)}
+
+
+@pytest.mark.parametrize("seq_len", [64, 200])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [3.0, 4.0, 5.0, 6.0],
+            "original_max_position_embeddings": 100,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_length_dependent_rope_takes_the_length_of_the_plan(job, rope, seq_len):
+    config = {**LLAMA, "rope_parameters": rope, "max_position_embeddings": 100}
+    stock, model = (build_model(config, torch.float32, seed=1) for _ in range(2))
+    prepare(model, PlanHolder(plan(seq_len)))
+    stock.set_attn_implementation("sdpa")
+    assert model(**batch(seq_len)).loss.item() == pytest.approx(stock_loss(stock, batch(seq_len)).item(), rel=1e-6)
+    # What a rank with other positions computes.
+    rotary, other = model.model.rotary_emb, stock.model.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    rotary(torch.zeros(1, 4, 72), torch.arange(4)[None])
+    assert torch.equal(rotary.inv_freq, frequencies)
+    assert torch.allclose(frequencies, other.inv_freq)
+
+
+def test_two_models_with_two_plans_and_a_plan_replaced(job):
+    holders = [PlanHolder(plan(n)) for n in (48, 64)]
+    models = [build_model(LLAMA, torch.float32, seed=1) for _ in holders]
+    for model, holder in zip(models, holders, strict=True):
+        prepare(model, holder)
+    for model, n in zip(models, (48, 64), strict=True):
+        model(**batch(n))
+    with pytest.raises(ValueError, match="64 tokens, the plan"):
+        models[0](**batch(64))
+    holders[0].plan = plan(64)
+    assert models[0](**batch(64)).loss == models[1](**batch(64)).loss
+
+
+def test_weights_depend_on_the_seed_alone():
+    whole, again, other = (build_model(LLAMA, torch.float32, seed=s) for s in (1, 1, 2))
+    parts = build_model(LLAMA, torch.float32, seed=None)
+    apply_recompute(parts, "full")
+    for part in [*parts.model.layers, parts]:
+        materialize(parts, part, 1, torch.device("cpu"))
+    values = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in parts.named_parameters()}
+    for (name, a), b, c in zip(whole.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, values[name])
+        assert a.ndim == 1 or not torch.equal(a, c)
+    assert torch.equal(parts.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+    assert whole.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-4)])
+def test_token_loss_sum(dtype, limit):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 700, 32, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(300, 32, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, 300, (3, 700), generator=generator)
+    labels[:, :100] = -100
+    exact = nn.functional.cross_entropy(
+        (hidden.double() @ weight.double().T).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    wanted = torch.autograd.grad(exact, (hidden, weight))
+    got = token_loss_sum(hidden, weight, None, labels)
+    assert abs(got.item() - exact.item()) <= limit * exact.item()
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), wanted, strict=True):
+        assert (a - b).abs().max() <= 100 * limit * b.abs().max()
+    nothing = token_loss_sum(hidden, weight, None, torch.full_like(labels, -100))
+    assert nothing.item() == 0
+    assert not torch.autograd.grad(nothing, hidden)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 32}, "sliding_window=32 is not supported below the plan's 64"),
+        ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported"),
+        ({"model_type": "gemma2"}, "attn_logit_softcapping"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, "has attention sinks"),
+        ({"model_type": "cohere"}, "logit_scale"),
+        ({"num_attention_heads": 6}, "has 6 query and 3 KV heads, the plan 9 and 3"),
+    ],
+)
+def test_what_attention_cannot_do_is_refused_by_name(changes, message):
+    model = build_model({**LLAMA, **changes}, torch.float32, seed=None)
+    with pytest.raises(ValueError, match=message):
+        prepare(model, PlanHolder(plan()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "lacks model_type"),
+        ({"model_type": "nonesuch"}, "nonesuch"),
+        ({"model_type": "t5"}, "model_type 't5'"),
+    ],
+)
+def test_models_that_cannot_be_built_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(config, torch.float32, seed=None)
+
+
+def test_labels_of_a_shard_are_refused(job):
+    model = build_model(LLAMA, torch.float32, seed=1)
+    prepare(model, PlanHolder(plan()))
+    with pytest.raises(ValueError, match="pass shift_labels"):
+        model(input_ids=batch()["input_ids"], labels=batch()["input_ids"])
+    with pytest.raises(ValueError, match="needs num_items_in_batch"):
+        model(input_ids=batch()["input_ids"], shift_labels=batch()["shift_labels"])
+    with pytest.raises(ValueError, match="recompute 'some'"):
+        apply_recompute(model, "some")
+
+
+def test_weights_export_to_a_stock_model(job, tmp_path: Path):
+    model = build_model(LLAMA, torch.float32, seed=1)
+    prepare(model, PlanHolder(plan()))
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True, attn_implementation="sdpa")
+    assert model(**batch()).loss.item() == pytest.approx(stock_loss(stock, batch()).item(), rel=1e-6)
