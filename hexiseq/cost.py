@@ -173,7 +173,7 @@ def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Seque
     merged = batch * heads * rows * (dim * accumulate + 12)
     merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
 
-    matrices = _exchange_bytes(replica, heads, kv, workload)
+    matrices = _exchange_bytes(plan, replica, heads, kv, workload)
     ring_kv, ring_dkv = _ring_bytes(plan, replica, ranks, workload)
     return ReplicaCost(
         ranks=ranks,
@@ -208,6 +208,11 @@ def fragments(heads: Interval, gqa_ratio: int) -> int:
     return (first < whole_first) + (whole_last > whole_first) + (last > whole_last)
 
 
+def fused_slots(fusion: int, group_slots: int) -> int:
+    """Slots a call really fuses: a group holds no more than its own number of foreign slots, one of them in flight."""
+    return max(1, min(fusion, group_slots - 1))
+
+
 def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
     """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, causal (query, key) pairs."""
     slots = [group.slots for group in replica.groups]
@@ -218,8 +223,9 @@ def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
     for g, group in enumerate(replica.groups):
         own = front[g] + back[g]
         # Consecutive slots of one side share a call: inner ones meet the back queries, outer ones all queries.
-        inner_calls = -(-sum(slots[g + 1 :]) // plan.fusion)
-        outer_calls = -(-sum(slots[:g]) // plan.fusion)
+        width = fused_slots(plan.fusion, group.slots)
+        inner_calls = -(-sum(slots[g + 1 :]) // width)
+        outer_calls = -(-sum(slots[:g]) // width)
         rows = own * (1 + outer_calls) + back[g] * inner_calls
         foreign = sum(front[g + 1 :]) + sum(back[g + 1 :]) + sum(front[:g])
         pairs = sum(b * (b + 1) - a * (a + 1) for a, b in runs[g]) / 2
@@ -227,21 +233,26 @@ def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
     return tuple(np.array(column, float) for column in zip(*columns, strict=True))
 
 
-def _exchange_bytes(replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload) -> dict[str, np.ndarray]:
+def _exchange_bytes(
+    plan: Plan, replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload
+) -> dict[str, np.ndarray]:
     """The four all-to-alls of a layer, ``[sender, receiver]`` bytes, a rank's own part left out."""
     width = len(heads)
     found = {name: np.zeros((width, width)) for name in ("heads_in", "heads_out", "grads_in", "grads_out")}
-    unit = workload.model.head_dim * workload.element_bytes * replica.sequences
+    unit = workload.model.head_dim * replica.sequences
     start = 0
     for group in replica.groups:
         part = slice(start, start + len(group.shards))
         start = part.stop
-        tokens = np.array([shard.num_tokens for shard in group.shards], float) * unit
+        tokens = np.array([shard.num_tokens for shard in group.shards], float) * unit * workload.element_bytes
         h, k = heads[part], kv[part]
+        # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
+        shared = k.sum() > plan.num_kv_heads
+        grads = tokens * (accumulator_bytes(workload) / workload.element_bytes if shared else 1)
         found["heads_in"][part, part] = np.outer(tokens, h + 2 * k)
         found["heads_out"][part, part] = np.outer(h, tokens)
         found["grads_in"][part, part] = np.outer(tokens, 3 * h + 2 * k)
-        found["grads_out"][part, part] = np.outer(h + 2 * k, tokens)
+        found["grads_out"][part, part] = np.outer(h + 2 * k, grads)
     for matrix in found.values():
         np.fill_diagonal(matrix, 0.0)
     return found
@@ -306,16 +317,24 @@ def accumulator_bytes(workload: Workload) -> int:
 def parameter_traffic(workload: Workload, ranks: int) -> float:
     """Bytes that pass each wire of the circle of ranks in an optimizer step: parameters gathered, gradients reduced.
 
-    Gathered once or twice a micro-step, reduced in fp32 once an optimizer step.
+    Layers are gathered once or twice a micro-step, embedding and head (which stay) once; gradients are reduced in fp32
+    once an optimizer step.
     """
-    gathers = workload.accumulation * (1 if workload.keep_parameters else 2)
-    size = gathers * workload.element_bytes + accumulator_bytes(workload)
-    return workload.model.parameters * size * (ranks - 1) / ranks
+    model = workload.model
+    gathers = 1 if workload.keep_parameters else 2
+    gathered = gathers * model.layers * model.layer_parameters + model.embedding_parameters
+    size = workload.accumulation * gathered * workload.element_bytes + model.parameters * accumulator_bytes(workload)
+    return size * (ranks - 1) / ranks
+
+
+def state_bytes(workload: Workload) -> float:
+    """Bytes of parameters, gradients and optimizer states, over all ranks: fp32, in fp64 jobs fp64."""
+    return workload.model.parameters * STATE_BYTES_PER_PARAMETER * accumulator_bytes(workload) / 4
 
 
 def optimizer_seconds(workload: Workload, places: Sequence[Place]) -> float:
     """The optimizer reads and writes its states once; it is bound by memory."""
-    states = workload.model.parameters * STATE_BYTES_PER_PARAMETER / len(places)
+    states = state_bytes(workload) / len(places)
     return max(2 * states / (place.device.hbm_gb_per_s * GB) for place in places)
 
 
@@ -383,7 +402,7 @@ def token_bytes(workload: Workload) -> tuple[float, float]:
 def fixed_bytes(workload: Workload, ranks: int) -> float:
     """Bytes every rank holds whatever its share: sharded states and gathered parameters and gradients."""
     model, size = workload.model, workload.element_bytes
-    states = model.parameters * STATE_BYTES_PER_PARAMETER / ranks
+    states = state_bytes(workload) / ranks
     if ranks == 1:
         return states + model.layer_parameters * size
     gathered_layers = model.layers if workload.keep_parameters else min(2, model.layers)
@@ -413,7 +432,9 @@ def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tu
     for replica in plan.replicas:
         total = replica.slots
         for group in replica.groups:
-            buffered = min(group.slots + plan.fusion, total - group.slots) * plan.slot
+            # Receives run as far ahead as the group has slots; the call at work holds its own.
+            window = group.slots + fused_slots(plan.fusion, group.slots)
+            buffered = min(window, total - group.slots) * plan.slot
             for shard in group.shards:
                 first, last = kv_heads(shard.heads, plan.gqa_ratio)
                 tokens, own, dim = shard.num_tokens, group.num_tokens, model.head_dim

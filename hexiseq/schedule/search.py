@@ -100,9 +100,9 @@ class Search:
             if plan is None:
                 continue
             yield plan
-            fewest = min(group.slots for group in plan.replicas[0].groups)
-            for fusion in sorted({1, 2, 4, 8, fewest} - {plan.fusion}):
-                if fusion <= fewest:
+            most = max(group.slots for group in plan.replicas[0].groups)
+            for fusion in sorted({1, 2, 4, 8} - {plan.fusion}):
+                if fusion < most:
                     yield dataclasses.replace(plan, fusion=fusion)
 
     def settle(self, grouping: Grouping, share: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
@@ -119,7 +119,7 @@ class Search:
             if counts is None:
                 break
             # A call can only fuse slots that have arrived; a group holds about its own number of them.
-            fusion = max(1, min(round(FUSED_TOKENS / slot), *slots, 16))
+            fusion = max(1, min(round(FUSED_TOKENS / slot), max(slots) - 1, 16))
             plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion)
             if not self.tighten(plan, caps, head_caps):
                 break
@@ -342,18 +342,21 @@ class Parts:
         With ``ratio`` = attention time / linear time the sum is linear between the ratios at which some group is
         balanced in itself, so the optimum is at one of them.
         """
-        balance = sorted({round(float(rate / (1 / lin).sum() ** -1), 15) for rate, lin in
+        balance = sorted({round(float(rate * (1 / lin).sum()), 15) for rate, lin in
                           zip(self.rates, self.linear, strict=True)})  # fmt: skip
+        rates = np.array([(1 / lin).sum() for lin in self.linear])
         best: tuple[float, np.ndarray] | None = None
         for ratio in balance:
-            low, high = 0.0, 1.0
-            while self._held(high, ratio).sum() < total:
-                high *= 2
-                if high > 1e12:
-                    return None
-            for _ in range(60):
-                middle = (low + high) / 2
-                low, high = (low, middle) if self._held(middle, ratio).sum() >= total else (middle, high)
+            high = total / float(np.minimum(ratio / self.rates, rates).sum())
+            if self._held(high, ratio).sum() < total * (1 - 1e-12):  # some cap binds: the level is higher, by bisection
+                low = high
+                while self._held(high, ratio).sum() < total:
+                    high *= 2
+                    if high > 1e12:
+                        return None
+                for _ in range(60):
+                    middle = (low + high) / 2
+                    low, high = (low, middle) if self._held(middle, ratio).sum() >= total else (middle, high)
             held = self._held(high, ratio)
             time = high + float((held * self.rates).max())
             if best is None or time < best[0] * (1 - 1e-12):
@@ -372,6 +375,8 @@ def share_tokens(total: int, seconds: np.ndarray, caps: np.ndarray) -> list[int]
     caps = np.floor(caps)
     if caps.sum() < total:
         return None
+    if np.ptp(seconds) == 0 and caps.min() > total // len(caps):
+        return [total // len(caps) + (i < total % len(caps)) for i in range(len(caps))]
     low, high = 0.0, total * float(seconds.max()) + 1e-30
     for _ in range(100):
         middle = (low + high) / 2
