@@ -259,11 +259,11 @@ def _exchange_bytes(
 
 
 def _holders(group: Group, gqa_ratio: int, num_kv_heads: int) -> np.ndarray:
-    """Per KV head, the lowest rank of the group that holds it."""
-    holder = np.full(num_kv_heads, np.iinfo(np.int64).max)
-    for shard in group.shards:
+    """Per KV head, the rank of the first member of the group that holds it."""
+    holder = np.zeros(num_kv_heads, np.int64)
+    for shard in reversed(group.shards):
         first, last = kv_heads(shard.heads, gqa_ratio)
-        holder[first:last] = np.minimum(holder[first:last], shard.rank)
+        holder[first:last] = shard.rank
     return holder
 
 

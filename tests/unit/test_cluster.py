@@ -1,0 +1,87 @@
+"""Clusters: built from plain containers, expanded into places, linked; mistakes are named."""
+
+import copy
+
+import pytest
+
+from hexiseq.cluster import Cluster, Device, Link, Node, Seat, device_from_config
+
+GPU = {
+    "type": "h100_sxm", "vendor": "nvidia", "names": ["H100 SXM"], "peak_tflops": 989, "gemm_tflops": 700,
+    "attention_forward_tflops": 600, "attention_backward_tflops": 480, "memory_gb": 80, "hbm_gb_per_s": 3350,
+    "overhead_gb": 2.0, "launch_us": 10.0, "dtypes": ["bfloat16", "float16"], "kernel": "torch_flash", "source": "test",
+}  # fmt: skip
+CONFIG = {
+    "name": "mix",
+    "gpus": {"h100_sxm": GPU, "a100": {**GPU, "type": "a100", "gemm_tflops": 270}},
+    "nodes": [
+        {"name": "fast", "count": 2, "devices": [{"type": "h100_sxm", "count": 2}], "intra_gb_per_s": 450, "nics": 2,
+         "nic_gb_per_s": 25},
+        {"name": "slow", "devices": [{"type": "a100"}, {"type": "h100_sxm", "cores": [0, 1]}], "intra_gb_per_s": 300,
+         "nics": 1, "nic_gb_per_s": 25},
+    ],
+    "links": [{"nodes": ["fast-0", "slow"], "gb_per_s": 5}],
+}  # fmt: skip
+
+
+def test_places_links_and_devices():
+    cluster = Cluster.from_config(CONFIG)
+    places = cluster.places
+    assert [(p.index, p.node, p.node_name, p.device.type) for p in places] == [
+        (0, 0, "fast-0", "h100_sxm"), (1, 0, "fast-0", "h100_sxm"), (2, 1, "fast-1", "h100_sxm"),
+        (3, 1, "fast-1", "h100_sxm"), (4, 2, "slow", "a100"), (5, 2, "slow", "h100_sxm"),
+    ]  # fmt: skip
+    assert places[5].seat.cores == (0, 1)
+    assert [d.type for d in cluster.devices] == ["h100_sxm", "a100"]
+    assert cluster.bandwidth_gb_per_s(places[0], places[1]) == 450
+    assert cluster.bandwidth_gb_per_s(places[0], places[2]) == 50
+    assert cluster.bandwidth_gb_per_s(places[2], places[4]) == 25
+    assert cluster.bandwidth_gb_per_s(places[4], places[0]) == 5  # the special link, either way round
+    by_class = copy.deepcopy(CONFIG)
+    by_class["links"] = [{"nodes": ["slow", "fast"], "gb_per_s": 7}]
+    cluster = Cluster.from_config(by_class)
+    assert {cluster.bandwidth_gb_per_s(cluster.places[i], cluster.places[4]) for i in range(4)} == {7}
+
+
+MISTAKES = {
+    "missing key": (lambda c: c.pop("nodes"), "cluster 'mix': missing nodes"),
+    "unknown key": (lambda c: c.update(racks=3), "unknown racks"),
+    "no nodes": (lambda c: c.update(nodes=[], links=[]), "has no nodes"),
+    "unknown device": (lambda c: c["nodes"][0]["devices"][0].update(type="b300"), "unknown device type 'b300'.*a100"),
+    "bad count": (lambda c: c["nodes"][0]["devices"][0].update(count=0), "count of h100_sxm.*0"),
+    "bad node count": (lambda c: c["nodes"][0].update(count=1.5), "count must be a positive"),
+    "bad bandwidth": (lambda c: c["nodes"][1].update(intra_gb_per_s=-3), "'slow': intra_gb_per_s.*-3"),
+    "node without devices": (lambda c: c["nodes"][1].update(devices=[]), "'slow': has no devices"),
+    "doubled node": (lambda c: c["nodes"][1].update(name="fast"), "two nodes are called 'fast'"),
+    "link to nowhere": (lambda c: c["links"][0].update(nodes=["fast", "moon"]), "names node 'moon'"),
+    "link of three": (lambda c: c["links"][0].update(nodes=["fast", "slow", "slow"]), "joins two nodes"),
+    "bad rate": (lambda c: c["gpus"]["a100"].update(gemm_tflops=0), "'a100': gemm_tflops must be a positive"),
+    "text for a number": (lambda c: c["gpus"]["a100"].update(memory_gb="80"), "memory_gb"),
+    "unknown kernel": (lambda c: c["gpus"]["a100"].update(kernel="magic"), "kernel 'magic' is not one of"),
+    "unknown dtype": (lambda c: c["gpus"]["a100"].update(dtypes=["int4"]), "'int4'"),
+    "no dtype": (lambda c: c["gpus"]["a100"].update(dtypes=[]), "dtypes is empty"),
+    "missing rate": (lambda c: c["gpus"]["a100"].pop("launch_us"), "gpus.a100: missing launch_us"),
+    "two vendors": (lambda c: c["gpus"]["a100"].update(vendor="amd"), "AMD and NVIDIA"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    edit, message = MISTAKES[name]
+    config = copy.deepcopy(CONFIG)
+    edit(config)
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_config(config)
+
+
+def test_direct_construction():
+    device = device_from_config(GPU)
+    assert isinstance(device, Device)
+    assert device.names == ("H100 SXM",)
+    node = Node("n", (Seat(device),) * 2, 450, 4, 25)
+    assert node.network_gb_per_s == 100
+    cluster = Cluster("one", (node,))
+    assert len(cluster.places) == 2
+    assert cluster.bandwidth_gb_per_s(*cluster.places) == 450
+    with pytest.raises(ValueError, match="gb_per_s"):
+        Link(("a", "b"), float("nan"))

@@ -1,0 +1,335 @@
+"""The cost model against a slow evaluator that counts token by token, against the routes, and against its bound."""
+
+import dataclasses
+import itertools
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hexiseq.attention.layout import fragments as runtime_fragments
+from hexiseq.attention.layout import fusion_width, routes
+from hexiseq.cluster import Cluster, Device, Link, Node, Seat
+from hexiseq.cost import (
+    OutOfMemory,
+    Wires,
+    check_memory,
+    check_workload,
+    fragments,
+    fused_slots,
+    lower_bound,
+    match_places,
+    predict,
+    replica_cost,
+    with_prediction,
+)
+from hexiseq.plan import Plan, RankDevice, make_replica
+from hexiseq.testing import draw_plan
+from hexiseq.workload import ModelShape, Workload
+
+
+def device(name="gpu", gemm=100.0, forward=80.0, backward=60.0, memory=80.0, **changes):
+    values = dict(
+        type=name, vendor="nvidia", peak_tflops=200, gemm_tflops=gemm, attention_forward_tflops=forward,
+        attention_backward_tflops=backward, memory_gb=memory, hbm_gb_per_s=2000, overhead_gb=1.0, launch_us=5.0,
+        dtypes=("bfloat16", "float32", "float64"), kernel="torch_flash", source="test",
+    )  # fmt: skip
+    return Device(**{**values, **changes})
+
+
+def cluster_of(types, per_node=2, memory=1e6):
+    """One node per `per_node` ranks; `types` are speeds."""
+    nodes = []
+    for i in range(0, len(types), per_node):
+        seats = tuple(
+            Seat(device(f"d{speed}", 100 * speed, 80 * speed, 60 * speed**0.5, memory))
+            for speed in types[i : i + per_node]
+        )
+        nodes.append(Node(f"n{len(nodes)}", seats, 100.0 + len(nodes), 1, 10.0 + len(nodes)))
+    return Cluster("test", tuple(nodes))
+
+
+def seated(plan, cluster):
+    devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in cluster.places)
+    return dataclasses.replace(plan, devices=devices)
+
+
+def workload_for(plan, dtype="float64", recompute="none", accumulation=1, layers=3, keep=False):
+    model = ModelShape("m", layers, 64, 96, plan.num_heads, plan.num_kv_heads, 8, 300)
+    return Workload(model, plan.seq_len, dtype, recompute, plan.sequences, accumulation, keep)
+
+
+def needed(shard, ratio):
+    return sorted({q // ratio for q in range(*shard.heads)})
+
+
+def slow_ring(plan, replica, kv_size, dkv_size):
+    """Bytes (sender, receiver) of KV and dKV, following each token hop by hop."""
+    groups, ratio = replica.groups, plan.gqa_ratio
+    kv, dkv = defaultdict(float), defaultdict(float)
+    owner = {p: g for g, group in enumerate(groups) for s in group.shards for p in s.positions().tolist()}
+
+    def lowest(group, head):
+        return next(s.rank for s in groups[group].shards if head in needed(s, ratio))
+
+    fetch = {
+        (a, b): [(lowest(a, k), s.rank) for s in groups[b].shards for k in needed(s, ratio)]
+        for a in range(len(groups)) for b in range(len(groups))
+    }  # fmt: skip
+    give = {
+        (a, b): [(s.rank, lowest(b, k)) for s in groups[a].shards for k in needed(s, ratio)]
+        for a in range(len(groups)) for b in range(len(groups))
+    }  # fmt: skip
+    middle = replica.slots * plan.slot // 2
+    for position, home in owner.items():
+        visited, at = [], home
+        while (at - 1) % len(groups) != home:
+            if at == 0 and position >= middle:  # a back half is not needed past the wrap
+                break
+            following = (at - 1) % len(groups)
+            for pair in fetch[at, following]:
+                kv[pair] += kv_size
+            at = following
+            visited.append(at)
+        for here, following in itertools.pairwise([*visited, home]):
+            for pair in give[here, following]:
+                dkv[pair] += dkv_size
+    return kv, dkv
+
+
+def as_matrix(pairs, ranks):
+    at = {rank: i for i, rank in enumerate(ranks.tolist())}
+    matrix = np.zeros((len(ranks), len(ranks)))
+    for (a, b), size in pairs.items():
+        matrix[at[a], at[b]] += size
+    return matrix
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_and_flops_token_by_token(seed):
+    plan = draw_plan(seed)
+    cluster = cluster_of([1 + seed % 3] * plan.world_size)
+    plan = seated(plan, cluster)
+    dtype, size, wide = ("float64", 8, 8) if seed % 2 else ("bfloat16", 2, 4)
+    plan = dataclasses.replace(plan, dtype=dtype)
+    work = workload_for(plan, dtype)
+    for replica in plan.replicas:
+        cost = replica_cost(plan, replica, work, cluster.places)
+        unit = 2 * 8 * replica.sequences  # K and V, head dim
+        kv, dkv = slow_ring(plan, replica, unit * size, unit * wide)
+        np.testing.assert_allclose(cost.ring_kv, as_matrix(kv, cost.ranks), rtol=1e-9)
+        np.testing.assert_allclose(cost.ring_dkv, as_matrix(dkv, cost.ranks), rtol=1e-9)
+
+        into, back, grads_into, grads_back = (defaultdict(float) for _ in range(4))
+        flops = {}
+        for group in replica.groups:
+            positions = [p for s in group.shards for p in s.positions().tolist()]
+            held = [k for s in group.shards for k in needed(s, plan.gqa_ratio)]
+            gradient = wide if len(held) > len(set(held)) else size
+            for a in group.shards:
+                flops[a.rank] = sum(4 * 8 * (p + 1) for p in positions) * a.num_heads * replica.sequences
+                for b in group.shards:
+                    if a is b:
+                        continue
+                    for _ in a.positions():
+                        q, k = b.num_heads, len(needed(b, plan.gqa_ratio))
+                        into[a.rank, b.rank] += (q + k + k) * 8 * size
+                        back[b.rank, a.rank] += q * 8 * size
+                        grads_into[a.rank, b.rank] += (q + k + k + q + q) * 8 * size
+                        grads_back[b.rank, a.rank] += (q + k + k) * 8 * gradient
+        for found, pairs in (
+            (cost.heads_in, into), (cost.heads_out, back), (cost.grads_in, grads_into), (cost.grads_out, grads_back),
+        ):  # fmt: skip
+            np.testing.assert_allclose(found, as_matrix(pairs, cost.ranks), rtol=1e-9)
+        speed = 1 + seed % 3
+        expected = [flops[rank] / (80e12 * speed) for rank in cost.ranks.tolist()]
+        np.testing.assert_allclose(cost.attention_forward, expected, rtol=1e-9)
+        expected = [2.5 * flops[rank] / (60e12 * speed**0.5) for rank in cost.ranks.tolist()]
+        np.testing.assert_allclose(cost.attention_backward, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40, 70))
+def test_the_ring_is_charged_what_the_routes_move(seed):
+    plan = draw_plan(seed)
+    cluster = cluster_of([1] * plan.world_size)
+    plan = seated(plan, cluster)
+    kv, dkv = defaultdict(float), defaultdict(float)
+    for route in routes(plan):
+        for total, traffic, size in ((kv, route.kv, 2 * 8 * 8), (dkv, route.dkv, 2 * 8 * 8)):
+            for batch in traffic.sends:
+                for message in batch:
+                    total[message.sender, message.receiver] += message.size * size
+    for replica in plan.replicas:
+        cost = replica_cost(plan, replica, workload_for(plan), cluster.places)
+        inside = set(cost.ranks.tolist())
+        for matrix, pairs in ((cost.ring_kv, kv), (cost.ring_dkv, dkv)):
+            mine = {pair: size for pair, size in pairs.items() if pair[0] in inside}
+            np.testing.assert_allclose(matrix, as_matrix(mine, cost.ranks), rtol=1e-9)
+
+
+def test_calls_follow_the_runtime():
+    for ratio in (1, 2, 3, 8):
+        for first in range(17):
+            for last in range(first, 17):
+                assert fragments((first, last), ratio) == len(runtime_fragments((first, last), ratio))
+    for fusion in range(1, 9):
+        for slots in range(1, 9):
+            assert fused_slots(fusion, slots) == fusion_width(fusion, slots)
+
+
+def two_rank_plan(recompute="none", dtype="float32", seq_len=1024):
+    replica = make_replica(seq_len, seq_len // 4, [(3, [(0, seq_len * 3 // 4, 4)]), (1, [(1, seq_len // 4, 4)])])
+    return Plan(
+        "manual", seq_len, 4, 2, seq_len // 4, 1, "ring", recompute, dtype, (replica,),
+        (RankDevice("d3", "n0", "torch_flash"), RankDevice("d1", "n0", "torch_flash")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("recompute", "linears", "forwards"), [("none", 3, 1), ("selective", 4, 1), ("full", 4, 2)])
+def test_a_step_by_hand(recompute, linears, forwards):
+    cluster = cluster_of([3, 1])
+    plan = two_rank_plan(recompute)
+    work = dataclasses.replace(workload_for(plan, "float32", recompute, accumulation=2))
+    n, layers, d, hidden = 1024, 3, 8, 64
+    per_layer = 2 * (hidden * d * (2 * 4 + 2 * 2) + 3 * hidden * 96)
+    linear = max(768 * per_layer / 300e12, 256 * per_layer / 100e12)
+    loss = max(
+        768 * (6 * hidden * 300 / 300e12 + 16 * hidden / 2e12), 256 * (6 * hidden * 300 / 100e12 + 16 * hidden / 2e12)
+    )
+
+    def pairs(start, end):
+        return (end * (end + 1) - start * (start + 1)) / 2
+
+    # Rank 0 owns [0, 384) and [640, 1024), rank 1 the middle 256. Rank 0 meets one inner slot with its 384 back rows;
+    # rank 1 three outer slots one by one with all its rows.
+    forward0 = (
+        4 * 4 * d * (pairs(0, 384) + pairs(640, 1024)) / 240e12 + 4 * (768 + 384) * (d * 12 + 12) / 2e12 + 2 * 5e-6
+    )
+    forward1 = 4 * 4 * d * pairs(384, 640) / 80e12 + 4 * 256 * 4 * (d * 12 + 12) / 2e12 + 4 * 5e-6
+    backward0 = 2.5 * 4 * 4 * d * (pairs(0, 384) + pairs(640, 1024)) / (60e12 * 3**0.5) + 2 * 5e-6
+    backward0 += d * (4 * ((768 + 384) * 12 + 768 * 8) + 4 * (768 + 256) * 12) / 2e12
+    backward1 = 2.5 * 4 * 4 * d * pairs(384, 640) / 60e12 + 4 * 5e-6
+    backward1 += d * (4 * (256 * 4 * 12 + 256 * 8) + 4 * (256 + 384) * 12) / 2e12
+    kv0, kv1 = 2 * 2 * d * 4 * 256, 2 * 2 * d * 4 * 384  # what rank 0 and rank 1 receive
+    dkv0, dkv1 = 2 * 2 * d * 4 * 384, 2 * 2 * d * 4 * 256
+    ring = max(kv0, kv1) / 100e9
+    ring_back = max(kv0 + dkv0, kv1 + dkv1) / 100e9
+    layer = linears * linear + forwards * max(max(forward0, forward1), ring) + max(max(backward0, backward1), ring_back)
+    parameters = work.model.parameters
+    optimizer = 2 * 16 * parameters / 2 / 2e12
+    path = 2 * (layers * layer + loss) + optimizer
+    gathered = 2 * (2 * layers * work.model.layer_parameters + work.model.embedding_parameters) * 4
+    wires = (gathered + 4 * parameters) / 2
+    carried = 2 * layers * (forwards + 1) * kv1 + 2 * layers * dkv1
+    carried_back = 2 * layers * (forwards + 1) * kv0 + 2 * layers * dkv0
+    expected = max(path, (wires + max(carried, carried_back)) / 100e9)
+    found = predict(plan, cluster, work)
+    assert found.step_seconds == pytest.approx(expected, rel=1e-9)
+    assert found.tokens_per_second == pytest.approx(2 * n / expected, rel=1e-9)
+    assert found.parameter_seconds == pytest.approx(wires / 100e9, rel=1e-9)
+    assert found.all_to_all_seconds == 0
+
+
+def test_wires_add_up_at_the_nic_and_respect_special_links():
+    cluster = cluster_of([1, 1, 1, 1])
+    sent = np.zeros((4, 4))
+    sent[0, 1] = 50e9  # inside n0 at 100 GB/s
+    assert Wires(cluster, cluster.places).seconds(sent) == pytest.approx(0.5)
+    sent[0, 2] = sent[1, 3] = 10e9  # both leave n0 through one NIC of 10 GB/s
+    assert Wires(cluster, cluster.places).seconds(sent) == pytest.approx(2.0)
+    slow = dataclasses.replace(cluster, links=(Link(("n0", "n1"), 4.0),))
+    assert Wires(slow, slow.places).seconds(sent) == pytest.approx(5.0)
+    both = Wires(cluster, cluster.places).busiest(sent, 5e9)
+    assert both == pytest.approx(2.5)
+
+
+def test_zero_shares_are_legal():
+    replica = make_replica(64, 16, [(2, [(0, 32, 0), (1, 0, 4)]), (2, [(2, 32, 4)])])
+    cluster = cluster_of([1, 1, 1])
+    devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in cluster.places)
+    plan = Plan("manual", 64, 4, 2, 16, 1, "ring", "selective", "float32", (replica,), devices)
+    cost = replica_cost(plan, replica, workload_for(plan, "float32", "selective"), cluster.places)
+    assert cost.attention_forward[0] == 0
+    assert cost.merge_forward[0] == 0
+    assert cost.linear[1] == pytest.approx(cost.linear[0] / 32)  # the dummy token
+    assert cost.heads_in[0, 1] > 0
+    assert cost.heads_in[1, 0] == 0
+    assert predict(plan, cluster, workload_for(plan, "float32", "selective")).step_seconds > 0
+
+
+@pytest.mark.parametrize("seed", range(70, 90))
+def test_more_of_anything_never_costs_less(seed):
+    plan = draw_plan(seed)
+    cluster = cluster_of([1] * plan.world_size)
+    plan = seated(plan, cluster)
+    base = predict(plan, cluster, workload_for(plan))
+    assert predict(plan, cluster, workload_for(plan, accumulation=3)).step_seconds > base.step_seconds
+    fuller = dataclasses.replace(plan, recompute="full")
+    assert predict(fuller, cluster, workload_for(plan, recompute="full")).step_seconds >= base.step_seconds
+    assert max(predict(fuller, cluster, workload_for(plan, recompute="full")).memory_gb) <= max(base.memory_gb)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), recompute=st.sampled_from(["none", "selective", "full"]), keep=st.booleans())
+def test_no_feasible_plan_beats_the_bound(seed, recompute, keep):
+    rng = random.Random(seed)
+    plan = dataclasses.replace(draw_plan(seed), recompute=recompute)
+    memory = rng.choice((1e6, 1.0526316 * (1.0 + 10 ** rng.uniform(-3.5, -1.5))))
+    cluster = cluster_of([rng.choice((0.25, 1, 3)) for _ in range(plan.world_size)], memory=memory)
+    plan = seated(plan, cluster)
+    work = workload_for(plan, recompute=recompute, keep=keep)
+    try:
+        check_memory(plan, cluster, work)
+    except OutOfMemory:
+        return
+    filled = with_prediction(plan, cluster, work)
+    assert filled.predicted.step_seconds >= lower_bound(cluster, work) * (1 - 1e-12)
+    assert filled.gap >= -1e-12
+
+
+def test_the_bound_is_reached_by_a_perfect_split_of_pure_compute():
+    cluster = cluster_of([3, 3, 1, 1], per_node=4)
+    ideal = {"hbm_gb_per_s": 1e9, "launch_us": 0.0}
+    seats = tuple(
+        Seat(dataclasses.replace(s.device, attention_backward_tflops=s.device.gemm_tflops, **ideal))
+        for s in cluster.nodes[0].seats
+    )
+    fast = Cluster("fast", (dataclasses.replace(cluster.nodes[0], intra_gb_per_s=1e9, seats=seats),))
+    replica = make_replica(
+        8192, 1024, [(3, [(0, 3072, 4)]), (3, [(1, 3072, 4)]), (1, [(2, 1024, 4)]), (1, [(3, 1024, 4)])]
+    )
+    devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in fast.places)
+    plan = Plan("manual", 8192, 4, 2, 1024, 1, "ring", "none", "float32", (replica,), devices)
+    filled = with_prediction(plan, fast, workload_for(plan, "float32"))
+    assert filled.gap < 1e-3
+
+
+def test_out_of_memory_names_the_device_and_a_length_that_fits():
+    cluster = cluster_of([3, 1], memory=1.2)
+    big = two_rank_plan("selective", seq_len=1 << 20)
+    work = workload_for(big, "float32", "selective")
+    with pytest.raises(
+        OutOfMemory, match=r"rank 0, a d3 on node n0, needs .* GB too much.*seq_len [\d,]+ would fit"
+    ) as caught:
+        check_memory(big, cluster, work)
+    assert "recompute=full" in str(caught.value)
+    fits = caught.value.fits_seq_len // 8 * 8
+    assert 0 < fits < 1 << 20
+    small = two_rank_plan("selective", seq_len=fits)
+    check_memory(small, cluster, workload_for(small, "float32", "selective"))
+    with pytest.raises(OutOfMemory, match="more devices or a smaller model"):
+        check_memory(small, cluster_of([3, 1], memory=1.0), workload_for(small, "float32", "selective"))
+
+
+def test_a_plan_for_another_job_is_refused():
+    plan = two_rank_plan()
+    work = workload_for(plan, "float32")
+    with pytest.raises(ValueError, match="seq_len is 1024, the workload's 2048"):
+        check_workload(plan, dataclasses.replace(work, seq_len=2048))
+    with pytest.raises(ValueError, match="recompute is none"):
+        predict(plan, cluster_of([3, 1]), dataclasses.replace(work, recompute="full"))
+    with pytest.raises(ValueError, match="wants a d1 on node n0 for rank 1; cluster 'test' has 0 there"):
+        match_places(plan, cluster_of([3, 3]))

@@ -1,0 +1,63 @@
+"""Shapes, FLOPs and parameter counts against known models and against counting one by one."""
+
+import dataclasses
+
+import pytest
+
+from hexiseq.workload import ModelShape, Workload, attention_flops, head_flops, linear_flops, model_flops
+
+LLAMA3_8B = ModelShape("llama3_8b", 32, 4096, 14336, 32, 8, 128, 128256)
+
+
+def test_parameters_of_known_models():
+    assert LLAMA3_8B.parameters == 8_030_261_248
+    smollm = ModelShape("smollm2_135m", 30, 576, 1536, 9, 3, 64, 49152, tied_embeddings=True)
+    assert smollm.parameters == 134_515_008
+
+
+def test_model_flops_pair_by_pair():
+    model = ModelShape("m", 2, 8, 12, 4, 2, 2, 10)
+    work = Workload(model, 5, "float32", "full", 3, 2, False)
+    assert work.tokens_per_step == 30
+    forward = 0
+    for query in range(5):
+        for _ in range(2):  # layers
+            matrices = 8 * 2 * (4 + 2 + 2 + 4) + 3 * 8 * 12
+            forward += 2 * matrices + sum(4 * 2 for _ in range(query + 1)) * 4
+        forward += 2 * 8 * 10
+    assert model_flops(work) == 3 * forward * 6
+    assert linear_flops(model) == 2 * (8 * 2 * 12 + 3 * 8 * 12)
+    assert attention_flops(model, 15) == 120
+    assert head_flops(model) == 160
+
+
+def test_from_hugging_face_keys():
+    config = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+              "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+              "model_type": "llama"}  # fmt: skip
+    shape = ModelShape.from_hf_config(config)
+    assert shape == ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, True)
+    assert ModelShape.from_hf_config({**config, "num_key_value_heads": None}).kv_heads == 9
+    assert ModelShape.from_hf_config({**config, "head_dim": 128}, "x").head_dim == 128
+    with pytest.raises(ValueError, match="lacks vocab_size"):
+        ModelShape.from_hf_config({k: v for k, v in config.items() if k != "vocab_size"})
+    with pytest.raises(ValueError, match="set head_dim"):
+        ModelShape.from_hf_config({**config, "hidden_size": 577})
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="32 query heads are not a multiple of 5 KV heads"):
+        dataclasses.replace(LLAMA3_8B, kv_heads=5)
+    with pytest.raises(ValueError, match="layers must be a positive integer, got 0"):
+        dataclasses.replace(LLAMA3_8B, layers=0)
+    work = Workload(LLAMA3_8B, 1024, "bfloat16", "selective", 1, 1, False)
+    assert work.element_bytes == 2
+    for change, message in (
+        ({"seq_len": 1}, "seq_len must be an integer of at least 2"),
+        ({"accumulation": 0}, "accumulation"),
+        ({"sequences": 1.0}, "sequences"),
+        ({"dtype": "fp8"}, "dtype 'fp8'"),
+        ({"recompute": "half"}, "recompute 'half'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(work, **change)
