@@ -1,4 +1,4 @@
-"""A pool of gloo worker processes for tests: started once, used for many cases.
+"""For tests: plans drawn at random, and a pool of gloo worker processes that is started once for many cases.
 
     with Pool(3) as pool:
         results = pool.run(function, *args)     # function(*args) on all ranks; a list of what they returned
@@ -10,8 +10,10 @@ dies or hangs is named with its rank; the pool starts afresh for the next case.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
+import random
 import signal
 import time
 import traceback
@@ -20,7 +22,66 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hexiseq.plan import Plan, RankDevice, group_intervals, make_replica
+
 _GRACE_SECONDS = 5.0
+
+
+def _split(rng: random.Random, total: int, parts: int) -> list[int]:
+    """`total` cut into `parts` at random; zeros and skew are common."""
+    weights = [rng.choice((0, 1, 1, 2, 5, 12)) * rng.random() for _ in range(parts)]
+    if not any(weights):
+        weights[rng.randrange(parts)] = 1.0
+    cuts = [round(total * sum(weights[:i]) / sum(weights)) for i in range(parts + 1)]
+    sizes = [b - a for a, b in itertools.pairwise(cuts)]
+    if parts > 1 and rng.random() < 0.3:  # a rank with a single token or head
+        giver = max(range(parts), key=sizes.__getitem__)
+        taker = rng.choice([i for i in range(parts) if i != giver])
+        moved = sizes[taker] + sizes[giver] - 1
+        if moved > 0:
+            sizes[taker], sizes[giver] = 1, moved
+    return sizes
+
+
+def draw_plan(seed: int, dtype: str = "float64", kernel: str = "cpu") -> Plan:
+    """A small plan drawn at random: 2 to 5 ranks in groups of 1 to 4, now and then two replicas, ranks shuffled.
+
+    Tokens and heads are skewed, down to none or one of a rank; query heads per KV head are 1, 2, 3 or 8; groups own 1
+    to 6 slots and more; the sequence often does not divide. The same `seed` gives the same plan.
+    """
+    rng = random.Random(seed)
+    world = rng.choice((2, 3, 3, 4, 4, 5, 5))
+    replicas = 2 if world >= 4 and rng.random() < 0.25 else 1
+    sizes = [world] if replicas == 1 else [2, world - 2]
+    ratio, kv = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 3, 4))
+    heads, half = ratio * kv, rng.randint(1, 5)
+    shapes: list[tuple[list[int], list[int]]] = []
+    for size in sizes:
+        groups: list[int] = []
+        while sum(groups) < size:
+            groups.append(rng.randint(1, min(4, size - sum(groups))) if rng.random() < 0.6 else 1)
+        shapes.append((groups, [rng.choice((1, 1, 2, 3, 4, 6)) for _ in groups]))
+    total = max(sum(slots) for _, slots in shapes)
+    for _, slots in shapes:  # replicas cover the same sequence with as many slots
+        slots[rng.randrange(len(slots))] += total - sum(slots)
+    seq_len = total * 2 * half - rng.choice((0, 0, rng.randint(0, half), half))
+    made, rank = [], 0
+    for groups, slots in shapes:
+        cut = []
+        for members, n, (front, back) in zip(groups, slots, group_intervals(seq_len, 2 * half, slots), strict=True):
+            tokens = _split(rng, front[1] - front[0] + back[1] - back[0], members)
+            share = _split(rng, heads, members)
+            cut.append((n, [(rank + i, tokens[i], share[i]) for i in range(members)]))
+            rank += members
+        made.append(make_replica(seq_len, 2 * half, cut))
+    plan = Plan(
+        policy="manual", seq_len=seq_len, num_heads=heads, num_kv_heads=kv, slot=2 * half, fusion=rng.randint(1, 4),
+        exchange="ring", recompute="none", dtype=dtype, replicas=tuple(made),
+        devices=(RankDevice("cpu", "here", kernel),) * world,
+    )  # fmt: skip
+    order = list(range(world))
+    rng.shuffle(order)
+    return plan.relabel(order)
 
 
 class WorkerError(RuntimeError):
@@ -86,7 +147,7 @@ class Pool:
         # Port 0 lets the system choose a free one, and the store that listens on it lives here: no race for it.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "hexiseq.attention"])
+        context.set_forkserver_preload(["torch._dynamo", "hexiseq.attention"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, self._store.port, self.timeout, theirs)
@@ -113,10 +174,10 @@ class Pool:
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers) if rank not in failures}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+            for connection in [c for c in waiting if c in ready]:
+                rank = waiting.pop(connection)
                 try:
-                    worked, value = connection.recv()  # type: ignore[union-attr]
+                    worked, value = connection.recv()
                 except (EOFError, OSError):
                     failures[rank] = self._death(rank)
                     continue
@@ -124,10 +185,7 @@ class Pool:
                     results[rank] = value
                 else:
                     failures[rank] = f"rank {rank} raised:\n{value}"
-                if not worked:
-                    # The others may be waiting for this one for ever.
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if failures:
+            if failures:  # the others may be waiting for that one for ever
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             if not ready:
                 break

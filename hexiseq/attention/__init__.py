@@ -58,6 +58,7 @@ def _check(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> None:
                              "B, L and D must agree")  # fmt: skip
         if str(x.dtype) != f"torch.{plan.dtype}":
             raise ValueError(f"{where}: {name} is {str(x.dtype).removeprefix('torch.')}, the plan {plan.dtype}")
-        device = runtime.kernel.device or q.device.type
-        if x.device.type != device:
-            raise ValueError(f"{where}: {name} is on {x.device}, the plan's kernel {runtime.kernel.name!r} needs {device}")
+        kernel = runtime.kernel
+        if x.device.type != (kernel.device or q.device.type):
+            needs = f"the plan's kernel {kernel.name!r} needs {kernel.device}" if kernel.device else f"q on {q.device}"
+            raise ValueError(f"{where}: {name} is on {x.device}, {needs}")

@@ -321,4 +321,4 @@ def _check_progress(ring: _Ring, g: int) -> None:
         for t in block.ticks:
             assert before[t - ring.n[g]] < block.first, f"group {g} tick {t} waits for a later send"
         if block.first >= SEND_LAG:
-            assert after[block.first - SEND_LAG] < block.first, f"group {g} waits for a later receive, tick {block.first}"
+            assert after[block.first - SEND_LAG] < block.first, f"group {g} waits for a later receive at {block.first}"

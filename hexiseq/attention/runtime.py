@@ -22,8 +22,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class Runtime:
     """What a process needs to run a plan. Making one is collective: all ranks, the same plans in the same order.
 
-    Several can be alive at once. Process groups with the ranks of an earlier plan's are used again, so a plan that only
-    moves tokens or heads needs no new communicators.
+    Several can be alive at once; attention calls with an equal plan use the latest. Process groups with the ranks of an
+    earlier plan's are used again, so a plan that only moves tokens or heads needs no new communicators.
 
     Args:
         plan: of all ranks of the job; this process is the plan's rank ``dist.get_rank()``.
@@ -43,6 +43,7 @@ class Runtime:
     def __init__(self, plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         if not dist.is_initialized():
             raise RuntimeError("attention over a plan needs torch.distributed: call init_process_group first")
+        _forget_other_worlds()
         if dist.get_world_size() != plan.world_size:
             raise ValueError(f"the plan has {plan.world_size} ranks, the job {dist.get_world_size()}")
         self.plan, self.rank, self.timeout = plan, dist.get_rank(), timeout
@@ -65,6 +66,7 @@ class Runtime:
         self.links = Links(plan, self.rank, timeout, self.group, self.kv_group, self.dkv_group)
         self.handle = next(_handles)
         _runtimes[self.handle] = self
+        _by_digest[plan.digest()] = self
 
     def route(self, causal: bool) -> Route:
         """What this rank does in an attention call."""
@@ -76,8 +78,8 @@ class Runtime:
         """Forget the plan, and destroy the process groups no other plan uses. Collective; waits for all ranks."""
         if _runtimes.pop(self.handle, None) is None:
             return
-        for key in [key for key, runtime in _by_digest.items() if runtime is self]:
-            del _by_digest[key]
+        if _by_digest.get(self.plan.digest()) is self:
+            del _by_digest[self.plan.digest()]
         _by_plan.clear()
         unused = [key for key in self._keys if not any(key in other._keys for other in _runtimes.values())]
         if unused:
@@ -105,24 +107,21 @@ class Runtime:
 _handles = itertools.count()
 _runtimes: dict[int, Runtime] = {}
 _groups: dict[tuple, Group | None] = {}
-_by_digest: dict[tuple, Runtime] = {}
+_by_digest: dict[str, Runtime] = {}
 _by_plan: dict[int, tuple[weakref.ref[Plan], Runtime]] = {}
 _world: list[object] = []
 
 
-def runtime_for(plan: Plan, timeout: timedelta | None = None) -> Runtime:
-    """The runtime of a plan; made by the first call, which is collective. Plans count as equal by their digest."""
+def runtime_for(plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> Runtime:
+    """The runtime of a plan, or of one with the same digest. Made with `timeout`, collectively, if there is none."""
     _forget_other_worlds()
-    # A digest is a walk over the whole plan; the plan object itself is known from the call before.
+    # A digest is a walk over the whole plan; a plan object seen before needs none.
     known = _by_plan.get(id(plan))
-    if known is not None and known[0]() is plan and timeout in (None, known[1].timeout):
+    if known is not None and known[0]() is plan:
         return known[1]
-    timeout = timeout or next((r.timeout for (d, _), r in _by_digest.items() if d == plan.digest()), DEFAULT_TIMEOUT)
-    key = (plan.digest(), timeout)
-    if key not in _by_digest:
-        _by_digest[key] = Runtime(plan, timeout)
-    _by_plan[id(plan)] = (weakref.ref(plan), _by_digest[key])
-    return _by_digest[key]
+    runtime = _by_digest.get(plan.digest()) or Runtime(plan, timeout)
+    _by_plan[id(plan)] = (weakref.ref(plan), runtime)
+    return runtime
 
 
 def runtime_of(handle: int) -> Runtime:
@@ -160,7 +159,7 @@ def _agree(plan: Plan, rank: int) -> kernels.Kernel:
     digests, failed = zip(*(t.tolist() for t in said), strict=True)
     others = [r for r, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        raise ValueError(f"the ranks run different plans: {others} not the one of rank 0; rank {rank} has {plan.digest()}")
+        raise ValueError(f"ranks {others} run another plan than rank 0; rank {rank} has the plan {plan.digest()}")
     if reason:
         raise ValueError(f"rank {rank} ({plan.devices[rank].type} on {plan.devices[rank].node}): {reason}")
     if any(failed):

@@ -1,76 +1,24 @@
-"""Plans drawn at random, and what workers do with them. Kept apart from the tests so that workers import little."""
+"""What the workers of `test_attention` do. Kept apart from the tests so that workers import little."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
+import os
+import signal
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hexiseq.attention import attend, close_all, runtime_for
-from hexiseq.plan import Plan, RankDevice, group_intervals, make_replica
+from hexiseq.attention import Runtime, attend, close_all, runtime_for
+from hexiseq.plan import Plan, RankDevice, make_replica
 
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """`total` cut into `parts` at random; zeros and skew are common."""
-    weights = [rng.choice((0, 1, 1, 2, 5, 12)) * rng.random() for _ in range(parts)]
-    if not any(weights):
-        weights[rng.randrange(parts)] = 1.0
-    cuts = [round(total * sum(weights[:i]) / sum(weights)) for i in range(parts + 1)]
-    sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
-    if parts > 1 and rng.random() < 0.3:  # a rank with a single token or head
-        giver = max(range(parts), key=sizes.__getitem__)
-        taker = rng.choice([i for i in range(parts) if i != giver])
-        moved = sizes[taker] + sizes[giver] - 1
-        if moved > 0:
-            sizes[taker], sizes[giver] = 1, moved
-    return sizes
-
-
-def draw_plan(seed: int, dtype: str = "float64", kernel: str = "cpu") -> Plan:
-    """A plan of 2 to 5 ranks in groups of 1 to 4; now and then two replicas. Ranks are shuffled."""
-    rng = random.Random(seed)
-    world = rng.choice((2, 3, 3, 4, 4, 5, 5))
-    replicas = 2 if world >= 4 and rng.random() < 0.25 else 1
-    sizes = [world] if replicas == 1 else [2, world - 2]
-    ratio, kv = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 3, 4))
-    heads, half = ratio * kv, rng.randint(1, 5)
-    shapes = []
-    for size in sizes:
-        groups, left = [], size
-        while left:
-            groups.append(rng.randint(1, min(4, left)) if rng.random() < 0.6 else 1)
-            left -= groups[-1]
-        shapes.append((groups, [rng.choice((1, 1, 2, 3, 4, 6)) for _ in groups]))
-    if replicas == 2:  # both cover the same sequence with the same slots
-        total = max(sum(n) for _, n in shapes)
-        for _, n in shapes:
-            n[rng.randrange(len(n))] += total - sum(n)
-    total = sum(shapes[0][1])
-    seq_len = total * 2 * half - rng.choice((0, 0, rng.randint(0, half), half))
-    made, rank = [], 0
-    for groups, slots in shapes:
-        cut = []
-        for members, n, (front, back) in zip(groups, slots, group_intervals(seq_len, 2 * half, slots), strict=True):
-            tokens = split(rng, front[1] - front[0] + back[1] - back[0], members)
-            share = split(rng, heads, members)
-            cut.append((n, [(rank + i, tokens[i], share[i]) for i in range(members)]))
-            rank += members
-        made.append(make_replica(seq_len, 2 * half, cut))
-    plan = Plan(
-        policy="manual", seq_len=seq_len, num_heads=heads, num_kv_heads=kv, slot=2 * half, fusion=rng.randint(1, 4),
-        exchange="ring", recompute="none", dtype=dtype, replicas=tuple(made),
-        devices=(RankDevice("cpu", "here", kernel),) * world,
-    )  # fmt: skip
-    order = list(range(world))
-    rng.shuffle(order)
-    return plan.relabel(order)
-
-
-def simple_plan(groups: list[tuple[int, list[tuple[int, int]]]], seq_len: int, heads: int, kv: int, slot: int, **kw) -> Plan:
+def simple_plan(groups: list[tuple[int, list]], seq_len: int, heads: int, kv: int, slot: int, **options) -> Plan:
     """One replica, ranks in order: per group ``(slots, [(tokens, heads), ...])``."""
     rank, cut = 0, []
     for slots, members in groups:
@@ -81,7 +29,7 @@ def simple_plan(groups: list[tuple[int, list[tuple[int, int]]]], seq_len: int, h
         recompute="none", dtype="float64", replicas=(make_replica(seq_len, slot, cut),),
         devices=tuple(RankDevice("cpu", f"node{r}", "cpu") for r in range(rank)),
     )  # fmt: skip
-    return Plan(**{**values, **kw})
+    return Plan(**{**values, **options})
 
 
 def tensors(plan: Plan, batch: int, dim: int, seed: int) -> list[torch.Tensor]:
@@ -132,29 +80,34 @@ def run(plan: Plan, q, k, v, dout, **options) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def check(plan: Plan, batch: int, dim: int, seed: int, causal: bool) -> tuple[list[float], list[float]]:
-    """Errors of this rank's out, dq, dk, dv, and those of the same kernel on one device. A dummy's must be zero."""
-    rank = dist.get_rank()
-    whole = tensors(plan, batch, dim, seed)
-    expected = reference(*whole, causal)
-    tops = [t.abs().max().item() for t in expected]
-    single = [error(a, b, top) for a, b, top in zip(own_kernel(*whole, causal), expected, tops, strict=True)]
-    local = shards(plan, rank, whole)
-    dummy = not plan.shard(rank).num_tokens and seed % 2
-    if dummy:
-        local = [t.new_ones(batch, 1, *t.shape[2:]) for t in local]
-    found = run(plan, *local, causal=causal)
-    if dummy:
-        assert all(t.shape[1] == 1 and not t.any() for t in found), "the dummy token has an output or a gradient"
-        errors = [0.0] * 4
-    else:
-        assert all(t.dtype == getattr(torch, plan.dtype) for t in found)
-        errors = [error(a, b, top) for a, b, top in zip(found, shards(plan, rank, expected), tops, strict=True)]
+def errors(plan: Plan, dtypes: tuple[str, ...], batch: int, dim: int, seed: int, causal: bool) -> dict:
+    """Per dtype: errors of this rank's out, dq, dk, dv, and those of the same kernel on one device.
+
+    A rank without tokens passes a dummy token in odd seeds: its output and gradients must be zero.
+    """
+    rank, found_errors = dist.get_rank(), {}
+    for dtype in dtypes:
+        typed = dataclasses.replace(plan, dtype=dtype)
+        whole = tensors(typed, batch, dim, seed)
+        expected = reference(*whole, causal)
+        tops = [t.abs().max().item() for t in expected]
+        single = [error(a, b, top) for a, b, top in zip(own_kernel(*whole, causal), expected, tops, strict=True)]
+        local = shards(typed, rank, whole)
+        dummy = not plan.shard(rank).num_tokens and seed % 2
+        if dummy:
+            local = [t.new_ones(batch, 1, *t.shape[2:]) for t in local]
+        found = run(typed, *local, causal=causal)
+        assert all(f.dtype == t.dtype and f.shape[1] == t.shape[1] for f, t in zip(found, local, strict=False))
+        if dummy:
+            assert not any(t.any() for t in found), "the dummy token has an output or a gradient"
+            found = [t[:, :0] for t in found]
+        ours = [error(a, b, top) for a, b, top in zip(found, shards(typed, rank, expected), tops, strict=True)]
+        found_errors[dtype] = (ours, single)
     close_all()
-    return errors, single
+    return found_errors
 
 
-def twice(plan: Plan, batch: int, dim: int, seed: int) -> bool:
+def repeated(plan: Plan, batch: int, dim: int, seed: int) -> bool:
     """Whether two runs agree bit by bit."""
     local = shards(plan, dist.get_rank(), tensors(plan, batch, dim, seed))
     first, second = run(plan, *local), run(plan, *local)
@@ -162,8 +115,159 @@ def twice(plan: Plan, batch: int, dim: int, seed: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def with_dtype(plan: Plan, dtype: str) -> Plan:
-    return dataclasses.replace(plan, dtype=dtype)
+def layouts(plan: Plan, scale: float) -> dict[str, float]:
+    """Largest error with inputs of unusual strides, against the same inputs laid out plainly."""
+    local = shards(plan, dist.get_rank(), tensors(plan, 2, 8, 5))
+    q, k, v, dout = local
+    variants = {
+        "heads before tokens": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in local],
+        "dim first": [t.movedim(3, 0).contiguous().movedim(0, 3) for t in local],
+        "slices of wider tensors": [torch.cat([t, t + 1], 3)[..., : t.shape[3]] for t in local],
+        "expanded batch": [t[:1].expand(2, -1, -1, -1) for t in local],
+        "expanded heads of k and v": [q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v), dout],
+        "dout of a sum": [q, k, v, torch.ones((), dtype=dout.dtype).expand_as(dout)],
+    }
+    found = {}
+    for name, inputs in variants.items():
+        plain = run(plan, *(t.contiguous() for t in inputs), scale=scale)
+        odd = run(plan, *inputs, scale=scale)
+        found[name] = max(error(a, b, 1.0) for a, b in zip(odd, plain, strict=True))
+    whole = tensors(plan, 2, 8, 5)
+    expected = shards(plan, dist.get_rank(), reference(*whole, True, scale))
+    found["scale"] = max(error(a, b, 1.0) for a, b in zip(run(plan, *local, scale=scale), expected, strict=True))
+    close_all()
+    return found
 
 
-__all__ = ["check", "draw_plan", "reference", "run", "runtime_for", "shards", "simple_plan", "tensors", "twice"]
+def keep_attention(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
+    kept = op is torch.ops.hexiseq.attend.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(plan: Plan) -> dict[str, tuple[int, bool]]:
+    """Per recompute mode: times attention ran forward, and whether gradients equal those without checkpointing."""
+    x = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 3)[:1])[0]
+    weights = [torch.nn.Parameter(torch.randn(8, 8, dtype=x.dtype, generator=torch.Generator().manual_seed(i)))
+               for i in range(3)]  # fmt: skip
+
+    def layer(x):
+        q, k, v = (x @ w for w in weights)
+        kv = plan.num_kv_heads
+        return attend(q, k[:, :, :kv].contiguous(), v[:, :, :kv].contiguous(), plan=plan).sin()
+
+    runtime = runtime_for(plan)
+    modes = {
+        "none": layer,
+        "selective": lambda x: checkpoint(
+            layer, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(keep_attention)
+        ),
+        "full": lambda x: checkpoint(layer, x, use_reentrant=False),
+    }
+    found, plain = {}, []
+    for name, function in modes.items():
+        before = runtime.calls["forward"]
+        inputs = x.clone().requires_grad_()
+        grads = torch.autograd.grad((function(inputs) ** 2).sum(), [inputs, *weights])
+        plain = plain or grads
+        same = all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+        found[name] = (runtime.calls["forward"] - before, same)
+    close_all()
+    return found
+
+
+def interleaved(first: Plan, second: Plan) -> tuple[float, int]:
+    """Largest error of two plans used in turn, forward and backward interleaved; process groups of both together."""
+    rank, made = dist.get_rank(), []
+    for plan in (first, second):
+        whole = tensors(plan, 1, 8, 1)
+        q, k, v, dout = shards(plan, rank, whole)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        made.append((plan, inputs, dout, attend(*inputs, plan=plan), shards(plan, rank, reference(*whole, True))))
+    worst = 0.0
+    for _, inputs, dout, out, expected in made:
+        found = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+        worst = max([worst, *(error(a, b, 1.0) for a, b in zip(found, expected, strict=True))])
+    groups = len({id(g) for plan in (first, second) for g in _groups_of(runtime_for(plan)) if g is not None})
+    runtime_for(first).close()
+    whole = tensors(second, 1, 8, 1)
+    found = run(second, *shards(second, rank, whole))
+    expected = shards(second, rank, reference(*whole, True))
+    worst = max([worst, *(error(a, b, 1.0) for a, b in zip(found, expected, strict=True))])
+    close_all()
+    return worst, groups
+
+
+def _groups_of(runtime: Runtime) -> tuple:
+    return runtime.replica_group, runtime.group, runtime.kv_group, runtime.dkv_group
+
+
+def refused(plan: Plan) -> dict[str, str]:
+    """What `attend` says to each kind of wrong tensor. Every rank asks, none communicates."""
+    rank = dist.get_rank()
+    q, k, v, _ = shards(plan, rank, tensors(plan, 1, 8, 0))
+    wrong = {
+        "tokens": (torch.cat([q, q[:, :1]], 1), k, v),
+        "q heads": (q[:, :, 1:], k, v),
+        "kv heads": (q, torch.cat([k, k], 2), v),
+        "v heads": (q, k, v[:, :, 1:]),
+        "dtype": (q, k.float(), v),
+        "batch": (q, k, torch.cat([v, v])),
+        "dim": (q, k[..., 1:], v),
+        "rank": (q[0], k, v),
+        "device": (q, k, v.to("meta")),
+    }
+    said = {}
+    for name, inputs in wrong.items():
+        try:
+            attend(*inputs, plan=plan)
+            said[name] = "nothing"
+        except ValueError as caught:
+            said[name] = str(caught)
+    close_all()
+    return said
+
+
+def runtime_error(plans: list[Plan]) -> str:
+    """What `Runtime` says to the plan this rank brings."""
+    try:
+        Runtime(plans[dist.get_rank()]).close()
+    except ValueError as caught:
+        return str(caught)
+    return "nothing"
+
+
+def peer_fails(plan: Plan, failing: int, how: str, backward: bool) -> str:
+    """Attention during which one rank dies or stops; what the others are told."""
+    rank = dist.get_rank()
+    Runtime(plan, timedelta(seconds=2))
+    q, k, v, dout = shards(plan, rank, tensors(plan, 1, 8, 0))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*inputs, plan=plan) if backward else None
+    dist.barrier()
+    if rank == failing:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3.5)
+        return "slept"
+    try:
+        if out is None:
+            attend(*inputs, plan=plan)
+        else:
+            torch.autograd.grad(out, inputs, dout)
+    except RuntimeError as caught:
+        if how == "dies":
+            raise
+        return str(caught)
+    return "nothing"
+
+
+def raise_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise KeyError("a mistake")
+    return dist.get_rank()
+
+
+def hang_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(100)
+    return dist.get_rank()
