@@ -10,9 +10,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hexiseq.attention import Runtime, attend, close_all, runtime_for
+from hexiseq.attention.exchange import Mailbox
 from hexiseq.plan import Plan, RankDevice, make_replica
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -199,6 +201,69 @@ def interleaved(first: Plan, second: Plan) -> tuple[float, int]:
 
 def _groups_of(runtime: Runtime) -> tuple:
     return runtime.replica_group, runtime.group, runtime.kv_group, runtime.dkv_group
+
+
+def order_of_work(plan: Plan) -> list[tuple[str, int]]:
+    """What a forward does on this rank, in order: ``("batch", tick)`` issued, ``("kernel", query rows)``."""
+    runtime, log, post = runtime_for(plan), [], Mailbox.post
+    kernel = runtime.kernel
+
+    def logged_post(self, sends, receives):
+        log.extend(("batch", tick) for tick in sorted({message.tick for message, _ in (*sends, *receives)}))
+        post(self, sends, receives)
+
+    def logged_forward(q, *args):
+        log.append(("kernel", q.shape[2]))
+        return kernel.forward(q, *args)
+
+    runtime.kernel = dataclasses.replace(kernel, forward=logged_forward)
+    Mailbox.post = logged_post
+    try:
+        q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 0))
+        attend(q, k, v, plan=plan)
+    finally:
+        Mailbox.post = post
+    close_all()
+    return log
+
+
+def fake_shapes(plan: Plan) -> bool:
+    """Whether the operator's fake outputs have the shapes, strides and dtypes of the real ones."""
+    runtime = runtime_for(plan)
+    q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 2, 8, 0))
+    real = torch.ops.hexiseq.attend(q, k, v, runtime.handle, True, 0.3)
+    with FakeTensorMode() as mode:
+        fake = torch.ops.hexiseq.attend(*(mode.from_tensor(t) for t in (q, k, v)), runtime.handle, True, 0.3)
+    close_all()
+    return all(
+        (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in zip(real, fake, strict=True)
+    )
+
+
+def alone(plan: Plan) -> float:
+    """Largest error of a plan of one rank."""
+    whole = tensors(plan, 2, 8, 0)
+    expected = reference(*whole, True)
+    worst = max(error(a, b, 1.0) for a, b in zip(run(plan, *whole), expected, strict=True))
+    close_all()
+    return worst
+
+
+def closed(plan: Plan) -> str:
+    """What using a closed runtime says, and that attention makes a new one."""
+    runtime = runtime_for(plan)
+    q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 0))
+    runtime.close()
+    runtime.close()
+    try:
+        torch.ops.hexiseq.attend(q, k, v, runtime.handle, True, 0.3)
+        said = "nothing"
+    except RuntimeError as caught:
+        said = str(caught)
+    attend(q, k, v, plan=plan)
+    assert runtime_for(plan) is not runtime
+    close_all()
+    return said
 
 
 def refused(plan: Plan) -> dict[str, str]:

@@ -77,6 +77,39 @@ def test_plans_side_by_side_share_process_groups(pools):
         assert groups == (3 if rank == 2 else 4)  # replica, KV, dKV, and the own group unless alone
 
 
+def test_transfers_are_under_way_before_the_kernel_that_hides_them(pools):
+    """Groups of 4, 1 and 2 slots, fusion 2. The batches of all own ticks precede the own call, those of later ticks
+    theirs; and slots are fused: group 0 calls for ticks 4-5 and 6, group 1 for each tick alone."""
+    plan = cases.simple_plan([(4, [(16, 1)]), (1, [(4, 1)]), (2, [(8, 1)])], seq_len=28, heads=1, kv=1, slot=4)
+    logs = pools(3).run(cases.order_of_work, plan)
+    kernel = "kernel"
+    batch = [("batch", t) for t in range(7)]
+    # Group 0 has nothing to send after tick 4: slots 5 and 6 are home at its neighbour.
+    assert logs[0] == [*batch[:4], (kernel, 16), batch[4], (kernel, 8), (kernel, 8)]
+    inner, outer = (kernel, 2), (kernel, 4)
+    order = [outer, inner, inner, *[outer] * 4]  # the own square, two inner slots, four outer ones
+    assert [entry for entry in logs[1] if entry[0] == kernel] == order
+    for t in range(6):
+        later = logs[1][logs[1].index(batch[t]) :]
+        assert later.count(inner) + later.count(outer) == 7 - t
+    assert [size for what, size in logs[2] if what == kernel] == [8] * 6  # outer slots only, one by one
+
+
+def test_operator_has_right_fake_outputs(pools):
+    assert all(pools(5).run(cases.fake_shapes, MIXED))
+
+
+def test_one_rank_alone():
+    plan = cases.simple_plan([(3, [(11, 6)])], seq_len=11, heads=6, kv=2, slot=4)
+    with Pool(1) as pool:
+        assert pool.run(cases.alone, plan)[0] <= 1e-12
+
+
+def test_closed_runtime_says_so_and_attention_makes_another(pools):
+    for said in pools(2).run(cases.closed, PAIR):
+        assert "has been closed" in said
+
+
 def test_wrong_tensors_are_refused_before_communicating(pools):
     said = pools(2).run(cases.refused, PAIR)[0]
     assert "q has 9 tokens, the plan 8" in said["tokens"]
