@@ -23,7 +23,7 @@ ALLOWED = {
     "rehearsal": {"plan", "cluster"},
     "launch": {"plan"},
     "profile": set(),
-    "testing": set(),
+    "testing": {"plan"},
     "attention": {"plan"},
     "models": {"plan", "attention"},
     "data": {"plan"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -201,6 +202,28 @@ def interleaved(first: Plan, second: Plan) -> tuple[float, int]:
 
 def _groups_of(runtime: Runtime) -> tuple:
     return runtime.replica_group, runtime.group, runtime.kv_group, runtime.dkv_group
+
+
+def jittered(plan: Plan, seed: int) -> list[float]:
+    """Errors in float64 when every kernel call takes a random time, another one on every rank."""
+    runtime, rng = runtime_for(plan), random.Random(1000 * seed + dist.get_rank())
+    kernel, pace = runtime.kernel, rng.choice((0, 0.002, 0.01))
+
+    def forward(*args):
+        time.sleep(rng.random() * pace)
+        return kernel.forward(*args)
+
+    def backward(*args):
+        time.sleep(rng.random() * pace)
+        return kernel.backward(*args)
+
+    runtime.kernel = dataclasses.replace(kernel, forward=forward, backward=backward)
+    whole = tensors(plan, 1, 8, seed)
+    expected = shards(plan, dist.get_rank(), reference(*whole, True))
+    local = shards(plan, dist.get_rank(), whole)
+    found = [run(plan, *local) for _ in range(3)]  # calls without a barrier: ranks drift into one another's
+    close_all()
+    return [max(error(a, b, 1.0) for a, b in zip(results, expected, strict=True)) for results in found]
 
 
 def order_of_work(plan: Plan) -> list[tuple[str, int]]:

@@ -57,6 +57,13 @@ def test_result_repeats_bit_by_bit(pools):
     assert all(pools(5).run(cases.repeated, dataclasses.replace(MIXED, dtype="bfloat16"), 2, 8, 0))
 
 
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_ranks_of_any_pace_stay_matched(pools, seed):
+    plan = draw_plan(seed)
+    for errors in pools(plan.world_size).run(cases.jittered, plan, seed):
+        assert max(errors) <= 1e-12
+
+
 def test_any_strides_and_scale(pools):
     for found in pools(5).run(cases.layouts, MIXED, 0.3):
         assert max(found.values()) <= 1e-13, found
