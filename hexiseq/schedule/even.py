@@ -108,7 +108,7 @@ def _even_slots(policy: str, seq_len: int, groups: int, slot: int | None) -> tup
 
 def even_totals(seq_len: int, least: int) -> Iterator[int]:
     """Numbers of slots, ascending from `least`, for which a slot exists that covers the sequence exactly."""
-    for total in range(max(1, least), seq_len // 2 + 1):
+    for total in range(max(1, least), (seq_len + 1) // 2 + 1):
         if fits_slots(seq_len, 2 * -(-seq_len // (2 * total)), total):
             yield total
 

@@ -53,6 +53,7 @@ class Search:
         self.launch = np.array([model.layers * (1 + forwards) * device.launch_us * 1e-6 for device in devices])
         self.capacity = np.array([cost.token_capacity(d, workload, len(devices)) for d in devices])
         self._heads: dict[tuple, list[int]] = {}
+        self._programs: dict[tuple, dict[tuple, int] | None] = {}
         self.best: Plan | None = None
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
 
@@ -216,7 +217,10 @@ class Search:
     # Slots -----------------------------------------------------------------------------------------------------
 
     def totals(self, shares: np.ndarray) -> list[int]:
-        """Numbers of slots to try, best first: shares of the sequence met closely, with few slots."""
+        """Numbers of slots to try, best first: shares of the sequence met closely, with few slots.
+
+        None when the sequence is too short for a slot per group.
+        """
         groups, n = len(shares), self.workload.seq_len
         if self.slot is not None:
             return [slots_for("hexiseq", n, self.slot)]
@@ -232,8 +236,6 @@ class Search:
             least = 2 if total >= 2 * groups else 1
             finish = max(float(multiples[total - 1]), least / float(shares.min()))
             scored.append((finish * float(shares.sum()) / total, total))
-        if not scored:
-            return [next(even_totals(n, groups))]
         # Within a thousandth, fewer slots are better: each costs a launch and a transfer.
         scored.sort(key=lambda item: (round(item[0], 3), item[1]))
         return [total for _, total in scored]
@@ -246,7 +248,7 @@ class Search:
         shares = parts.shares(self.workload.seq_len)
         if shares is None:
             return None
-        total = self.totals(shares)[0]
+        total = next(iter(self.totals(shares)), 0)
         if total < len(shares):
             return None
         slot = self.size(total)
@@ -264,50 +266,61 @@ class Search:
         if shares is None or len(shares) == 1:
             return self.round_slots(parts)
         totals = self.totals(shares)
-        total = totals[min(choice, len(totals) - 1)]
+        total = totals[min(choice, len(totals) - 1)] if totals else 0
         counts = self.program(parts, total, self.size(total)) if total >= len(shares) else None
         return None if counts is None else (self.size(total), counts)
 
     def program(self, parts: Parts, total: int, slot: int) -> list[int] | None:
         """Least (slowest attention + slowest linear) over integer slots, one row set per class of equal groups."""
-        least = 2 if total >= 2 * len(parts.rates) else 1
         classes: dict[tuple, list[int]] = {}
         for g in range(len(parts.rates)):
-            classes.setdefault((parts.rates[g], *parts.linear[g].tolist(), *parts.caps[g].tolist()), []).append(g)
+            key = (float(parts.rates[g]), *parts.linear[g].tolist(), *parts.caps[g].tolist())
+            classes.setdefault(key, []).append(g)
+        # The order of the groups does not matter here, so other orders find the answer ready.
+        question = (total, tuple(sorted((key, len(groups)) for key, groups in classes.items())))
+        if question not in self._programs:
+            self._programs[question] = self.solve_program(dict(question[1]), total, slot)
+        sums = self._programs[question]
+        if sums is None:
+            return None
+        counts = [0] * len(parts.rates)
+        for key, groups in classes.items():
+            for i, g in enumerate(groups):
+                counts[g] = sums[key] // len(groups) + (i < sums[key] % len(groups))
+        return counts
+
+    def solve_program(self, classes: dict[tuple, int], total: int, slot: int) -> dict[tuple, int] | None:
+        """Slots per class; a class is ``(attention seconds, *linear seconds, *caps)`` of a group, with its count."""
+        least = 2 if total >= 2 * sum(classes.values()) else 1
         model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
         model.verbose, model.threads, model.seed = 0, 1, 1
         model.max_mip_gap, model.max_mip_gap_abs = 1e-6, 1.0
         linear, attention = model.add_var(name="linear"), model.add_var(name="attention")
-        sums, highs = [], []
-        for groups in classes.values():
-            g = groups[0]
+        sums = []
+        for (rate, *members), count in classes.items():
+            half = len(members) // 2
             high = model.add_var(var_type=mip.INTEGER, lb=least, ub=total)
-            summed = model.add_var(var_type=mip.INTEGER, lb=least * len(groups), ub=total)
-            model.add_constr(summed <= len(groups) * high)
-            model.add_constr(attention >= float(parts.rates[g] * slot * NANOSECONDS) * high)
+            summed = model.add_var(var_type=mip.INTEGER, lb=least * count, ub=total)
+            model.add_constr(summed <= count * high)
+            model.add_constr(attention >= rate * slot * NANOSECONDS * high)
             kinds: dict[tuple[float, float], int] = {}
-            for pair in zip(parts.linear[g].tolist(), parts.caps[g].tolist(), strict=True):
+            for pair in zip(members[:half], members[half:], strict=True):
                 kinds[pair] = kinds.get(pair, 0) + 1
             tokens = []
-            for (seconds, cap), count in kinds.items():
+            for (seconds, cap), alike in kinds.items():
                 x = model.add_var(lb=0, ub=cap / slot)  # slots of one such rank
                 model.add_constr(linear >= seconds * slot * NANOSECONDS * x)
-                tokens.append(count * x)
+                tokens.append(alike * x)
             model.add_constr(mip.xsum(tokens) >= high)
             sums.append(summed)
-            highs.append(high)
         model.add_constr(mip.xsum(sums) == total)
         model.objective = mip.minimize(linear + attention)
         model.optimize(max_nodes=2000)
         if not model.num_solutions:
             return None
-        counts = [0] * len(parts.rates)
-        for groups, summed in zip(classes.values(), sums, strict=True):
-            whole = round(summed.x)
-            for i, g in enumerate(groups):
-                counts[g] = whole // len(groups) + (i < whole % len(groups))
         # Rounding a solver's floats must not lose a slot.
-        return counts if sum(counts) == total and min(counts) >= 1 else None
+        found = {key: round(summed.x) for key, summed in zip(classes, sums, strict=True)}
+        return found if sum(found.values()) == total else None
 
     # Tokens ----------------------------------------------------------------------------------------------------
 

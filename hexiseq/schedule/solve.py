@@ -143,11 +143,18 @@ def _hexiseq(cluster: Cluster, workload: Workload, drop_devices: bool, slot: int
             floor = cost.devices_bound([place.device for place in places], workload)
             if best is not None and floor >= _seconds(best):
                 continue
-            plan = Search(cluster, places, workload, slot).run()
+            part = Search(cluster, places, workload, slot)
+            plan = part.run(refine=False)
+            if plan is not None and (best is None or _seconds(plan) < 1.05 * _seconds(best)):
+                plan = part.run()  # rounding alone is within a few percent
             if plan is not None and (best is None or _seconds(plan) < _seconds(best)):
                 best, kept = plan, tuple(places)
     if best is None:
-        assert everywhere.misfit is not None
+        if everywhere.misfit is None:
+            raise IllegalPolicy(
+                f"policy hexiseq: {workload.seq_len} tokens are too few for {len(cluster.places)} devices; use a "
+                "longer sequence or fewer devices"
+            )
         cost.check_memory(everywhere.misfit, cluster, workload, cluster.places)
         raise AssertionError("a plan that does not fit passed the memory check")
     inside = {place.index for place in kept}
