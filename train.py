@@ -36,7 +36,7 @@ RANK_RECIPES = ("pretrain",)
 outcomes: list[str] = []
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="train")
 def main(composed: DictConfig) -> None:
     """Run one job and record how it ended; never raises for a user's mistake, so that a sweep goes on."""
     hydra_config = HydraConfig.get()

@@ -71,7 +71,7 @@ def rehearse_model(config: Mapping[str, Any], shrink: Mapping[str, int], vocab_s
 def rehearse_cluster(plan: Plan, core: Device, cores: int) -> Cluster:
     """The machine a rehearsal runs on, for its predictions: the plan's ranks as equal shares of `cores` CPU cores.
 
-    Seats stand in rank order; node names are the plan's, all on this one machine.
+    Nodes keep the plan's names; all of them are this one machine, joined by its memory.
     """
     share = min(1.0, cores / plan.world_size)
 
@@ -89,5 +89,14 @@ def rehearse_cluster(plan: Plan, core: Device, cores: int) -> Cluster:
             )
         )
 
-    seats = tuple(seat(device) for device in plan.devices)
-    return Cluster("rehearsal", (Node("local", seats, intra_gb_per_s=1.0, nics=1, nic_gb_per_s=1.0),))
+    seats: dict[str, list[Seat]] = {}
+    for device in plan.devices:
+        seats.setdefault(device.node, []).append(seat(device))
+    bandwidth = core.hbm_gb_per_s / 8
+    return Cluster(
+        "rehearsal",
+        tuple(
+            Node(name, tuple(there), intra_gb_per_s=bandwidth, nics=1, nic_gb_per_s=bandwidth)
+            for name, there in seats.items()
+        ),
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ class Launched(TorchElasticEnvironment):
 
 def run(job: Job) -> None:
     """Train. Called on every rank, with the launcher's environment set."""
+    quiet()
     config, trainer_config = job.config, job.config["trainer"]
     accelerator = "cuda" if job.on_gpus else "cpu"
     if job.assigned:
@@ -68,7 +71,7 @@ def run(job: Job) -> None:
         default_root_dir=job.run_dir,
     )
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+        trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"], weights_only=True)
         if trainer.is_global_zero:
             # Ranks may have been renamed to where the launcher put them.
             strategy.plan.save(job.run_dir / "plan.json")
@@ -77,6 +80,18 @@ def run(job: Job) -> None:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.finish()
     dist.destroy_process_group()
+
+
+def quiet() -> None:
+    """Keep a run's output to what its user can act on."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for message in (
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning inside, torch's deprecation
+        ".*Experiment logs directory.*exists and is not empty",  # the run folder has the plan already
+        ".*sync_dist=True.*",  # what is logged is reduced already
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def validation(job: Job) -> dict[str, Any]:

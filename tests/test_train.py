@@ -1,0 +1,258 @@
+"""The command line as a user meets it: what runs, what is refused, with which words and which exit code."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import train
+from hexiseq.plan import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+FEW_STEPS = ("trainer.max_steps=2", "trainer.validate_every=null", "data.seq_len=256")
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str, folder: Path) -> None:
+        self.code, self.out, self.err, self.folder = code, out, err, folder
+
+    @property
+    def run_dir(self) -> Path:
+        return next(path.parent for path in sorted(self.folder.rglob("plan.json")))
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Run ``train.py`` with arguments in this process (what it starts are processes of their own)."""
+
+    def run(*arguments: str) -> Answer:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        train.outcomes.clear()
+        GlobalHydra.instance().clear()
+        capfd.readouterr()
+        try:
+            code = train.start()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        out, err = capfd.readouterr()
+        return Answer(code, out, err, tmp_path)
+
+    return run
+
+
+H100_A100 = ("recipe=plan", "+cluster=h100_a100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("recipe=plan", "+cluster=nowhere"), 1, ["Could not find 'cluster/nowhere'", "h100_a100", "cpu_mixed"]),
+        (("recipe=plan", "cluster=h100_a100"), 1, ["+cluster=h100_a100"]),
+        ((*H100_A100, "cluster.nodes.0.devices.0.type=h900"), 2, ["'h900'", "h100_sxm"]),
+        ((*H100_A100, "cluster.gpus.h100_sxm.memory_gb=0"), 2, ["'h100_sxm'", "memory_gb must be a positive number, got 0"]),
+        ((*H100_A100, "cluster.nodes.1.nic_gb_per_s=-25"), 2, ["'a100'", "nic_gb_per_s must be a positive number, got -25"]),
+        ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
+        ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
+        ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),
+        ((*H100_A100, "strategy=manual", "strategy.plan=nowhere.json"), 2, ["plan file nowhere.json: No such file"]),
+        ((*H100_A100, "strategy=manual"), 2, ["strategy.plan"]),
+        ((*H100_A100, "strategy.plan=plan.json"), 2, ["only read by strategy=manual"]),
+        ((*H100_A100, "strategy.dtype=int4"), 2, ["strategy.dtype 'int4' is not one of"]),
+        ((*H100_A100, "strategy=ulysses", "model.config.num_attention_heads=36", "model.config.num_key_value_heads=36"), 2, ["ulysses", "36"]),
+        (("+cluster=cpu_mixed", "ckpt_path=nowhere"), 2, ["ckpt_path 'nowhere' does not exist"]),
+        (("+cluster=cpu_mixed", "trainer.max_steps=0"), 2, ["trainer.max_steps must be an integer of at least 1, got 0"]),
+        (("+cluster=cpu_mixed", "data=text_dir", "data.path=empty"), 2, ["empty"]),
+        (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["recipe.name 'dance' is not one of plan, pretrain"]),
+    ],
+)
+def test_mistakes_end_before_any_rank_starts(call, tmp_path, arguments: tuple[str, ...], code: int, words: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    answer = call(*arguments)
+    assert answer.code == code
+    for word in words:
+        assert word in answer.err
+    assert "Traceback" not in answer.err
+    assert len(answer.err.splitlines()) < 25
+    assert not list(tmp_path.rglob("logs"))
+
+
+def broken_plans(plan: dict) -> dict[str, dict]:
+    lost, doubled = json.loads(json.dumps(plan)), json.loads(json.dumps(plan))
+    lost["replicas"][0]["groups"][0]["shards"][0]["tokens"][0][0] += 1
+    doubled["replicas"][0]["groups"][0]["shards"][0]["heads"][1] += 1
+    return {"belong to no rank": lost, "belong to ranks": doubled}
+
+
+def test_plan_recipe_writes_a_plan_that_can_be_edited_and_checked(call, tmp_path: Path) -> None:
+    answer = call("recipe=plan", "+cluster=h100_a100_16", "model=llama3_8b", "data.seq_len=262144")
+    assert answer.code == 0
+    plan = json.loads((answer.run_dir / "plan.json").read_text())
+    assert (plan["policy"], plan["seq_len"]) == ("hexiseq", 262144)
+    assert plan["slot"] > 0
+    assert plan["predicted"]["step_seconds"] >= plan["bound"]["step_seconds"] > 0
+    assert plan["gap"] == pytest.approx(plan["predicted"]["step_seconds"] / plan["bound"]["step_seconds"] - 1)
+    assert plan["predicted"]["tokens_per_second"] == pytest.approx(262144 / plan["predicted"]["step_seconds"])
+    assert len(plan["predicted"]["memory_gb"]) == len(plan["devices"]) == 16
+    assert plan["solve_seconds"] < 5
+    assert {rival["name"] for rival in plan["rivals"]} >= {"fast_only", "ring", "ulysses", "usp", "hexiseq"}
+    shard = plan["replicas"][0]["groups"][0]["shards"][0]
+    assert set(shard) == {"rank", "tokens", "heads"}
+    assert "rivals" in answer.out
+    assert (answer.run_dir / "plan.svg").read_text().startswith("<?xml")
+    job = ("recipe=plan", "+cluster=h100_a100_16", "model=llama3_8b", "data.seq_len=262144", "strategy=manual")
+    assert call(*job, f"strategy.plan={answer.run_dir / 'plan.json'}").code == 0
+    for words, broken in broken_plans(plan).items():
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        refused = call(*job, "strategy.plan=broken.json")
+        assert refused.code == 2
+        assert words in refused.err
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_sweep_under_a_launcher_is_refused(call, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    answer = call(flag, "+cluster=cpu_mixed", "strategy=ring,hexiseq")
+    assert answer.code == 2
+    assert "3 ranks" in answer.err
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_training_on_uneven_ranks(call) -> None:
+    answer = call("+cluster=cpu_mixed", *FEW_STEPS)
+    assert answer.code == 0, answer.err
+    steps = [row for row in rows(answer.run_dir / "metrics.csv") if row["loss"]]
+    assert [int(row["step"]) for row in steps] == [1, 2]
+    assert float(steps[1]["loss"]) < float(steps[0]["loss"]) < 6.5
+    for row in steps:
+        assert float(row["tokens_per_second"]) * float(row["step_seconds"]) == pytest.approx(255)  # the last has no label
+        assert float(row["predicted_step_seconds"]) > 0
+    tokens = [int(float(steps[0][f"tokens_rank_{rank}"])) for rank in range(3)]
+    assert sum(tokens) == 256
+    assert tokens[0] > tokens[1]
+    assert (answer.run_dir / "checkpoints" / "step-2" / ".metadata").exists()
+    assert all((answer.run_dir / "logs" / f"rank{rank}.log").exists() for rank in range(3))
+    assert (answer.run_dir / "config.yaml").exists()
+    # Another model must refuse this checkpoint, with the parameter's name.
+    refused = call("+cluster=cpu_even", *FEW_STEPS, "model.config.hidden_size=144",
+                   f"ckpt_path={answer.run_dir / 'checkpoints' / 'step-2'}")  # fmt: skip
+    assert refused.code == 2
+    assert "is a checkpoint of another model" in refused.err
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.slow
+def test_sweep_runs_each_job_once_and_goes_on_past_an_illegal_one(call, tmp_path: Path) -> None:
+    answer = call("-m", "+cluster=cpu_mixed", "strategy=ulysses,ring,hexiseq", *FEW_STEPS, "model.config.num_attention_heads=8",
+                  "model.config.num_key_value_heads=8", "strategy.drop_devices=false")  # fmt: skip
+    assert answer.code == 0, answer.err
+    (table,) = tmp_path.rglob("summary.csv")
+    found = rows(table)
+    assert [row["status"] for row in found] == ["illegal", "ok", "ok"]
+    assert "8" in found[0]["reason"]
+    losses = [float(row["loss"]) for row in found[1:]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for number in (1, 2):
+        assert Plan.load(table.parent / str(number) / "plan.json").world_size == 3
+        assert len(list((table.parent / str(number) / "logs").glob("rank*.log"))) == 3
+    assert rows(table.parent / "0" / "metrics.csv")[0]["status"] == "illegal"
+
+
+@pytest.mark.slow
+def test_rehearsal_keeps_the_real_plans_cuts(call) -> None:
+    answer = call("+cluster=h100_a100", "trainer.max_steps=2", "trainer.validate_every=null", "recipe.rehearsal.seq_len=512")
+    assert answer.code == 0, answer.err
+    assert "REHEARSAL" in answer.out
+    target, ran = (Plan.load(answer.run_dir / name) for name in ("plan.target.json", "plan.json"))
+    assert (target.world_size, ran.world_size) == (8, 8)
+    for there, here in zip(target.shards(), ran.shards(), strict=True):
+        assert there.heads == here.heads
+        assert here.num_tokens / ran.seq_len == pytest.approx(there.num_tokens / target.seq_len, abs=2 / ran.seq_len)
+    assert [len(g.shards) for g in target.replicas[0].groups] == [len(g.shards) for g in ran.replicas[0].groups]
+    assert {row["loss"] != "" for row in rows(answer.run_dir / "metrics.csv")} == {True}
+
+
+@pytest.mark.slow
+def test_without_a_cluster_the_machine_is_measured(call) -> None:
+    answer = call(*FEW_STEPS)
+    assert answer.code == 0, answer.err
+    assert "measured" not in answer.err
+    assert rows(answer.run_dir / "metrics.csv")
+
+
+@pytest.mark.slow
+def test_wandb_offline(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = call("+cluster=cpu_even", *FEW_STEPS, "logger=wandb", "logger.mode=offline")
+    assert answer.code == 0, answer.err
+    assert list((answer.run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert rows(answer.run_dir / "metrics.csv")
+
+
+def torchrun(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(ROOT / "train.py"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> None:
+    alone = call("+cluster=cpu_mixed", *FEW_STEPS)
+    (tmp_path / "joined").mkdir()
+    joined = torchrun(3, tmp_path / "joined", "+cluster=cpu_mixed", *FEW_STEPS)
+    assert joined.returncode == 0, joined.stderr
+    (folder,) = (path.parent for path in (tmp_path / "joined").rglob("metrics.csv"))
+    losses = [[row["loss"] for row in rows(run / "metrics.csv")] for run in (alone.folder / "outputs", folder) if (run / "metrics.csv").exists()]
+    alone_dir = next(path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    assert [row["loss"] for row in rows(alone_dir / "metrics.csv")] == [row["loss"] for row in rows(folder / "metrics.csv")]
+    assert len(losses) >= 1
+    assert len(list((tmp_path / "joined").rglob(".hydra"))) == 1
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    refused = torchrun(2, tmp_path, "+cluster=cpu_mixed", *FEW_STEPS)
+    assert refused.returncode != 0
+    assert refused.stderr.count("the launcher started 2 ranks, cluster 'cpu_mixed' has 3 devices") == 1
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "+cluster=cpu_mixed", "trainer.max_steps=100000", "trainer.validate_every=null"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert any(line.startswith("step 2/") for line in process.stdout)
+    ranks = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"HEXISEQ_PARENT=%d" % process.pid in environment and b"recipes.pretrain" in command:
+                rank = next(int(item[5:]) for item in environment if item.startswith(b"RANK="))
+                ranks[rank] = int(entry.name)
+    assert sorted(ranks) == [0, 1, 2]
+    os.kill(ranks[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 60
+    assert "rank 1 (cpu_half_core on local) was killed by SIGKILL" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
