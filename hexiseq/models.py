@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +78,34 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | No
         raise ValueError(f"model.config of model_type {model_type!r}: {error}") from None
     if seed is not None:
         materialize(model, model, seed, torch.device("cpu"))
+    return model
+
+
+def load_model(folder: str, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with the weights saved in a local folder, in memory as a whole.
+
+    Args:
+        config: as for `build_model`; it may differ from the saved one in what holds no weights, such as RoPE.
+
+    Raises:
+        ValueError: the folder is not a saved model, or its weights are not those of `config`.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"weights {folder!r} is not a folder; give that of a saved Hugging Face model")
+    values = dict(config)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=AutoConfig.for_model(values.pop("model_type", "?"), **values),
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"weights {folder!r} do not load: {error}") from None
+    model, report = loaded
+    if lacking := sorted(report["missing_keys"]):
+        raise ValueError(f"weights {folder!r} lack {len(lacking)} of the model's parameters, such as {lacking[0]}")
     return model
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from hexiseq.models import build_model
+from hexiseq.models import build_model, load_model
 from hexiseq.strategy import HexiSeqStrategy
 
 OPTIMIZER_KEYS = ("lr", "betas", "weight_decay", "warmup_steps", "total_steps", "min_lr_ratio")
@@ -32,6 +32,7 @@ class CausalLM(pl.LightningModule):
             ``total_steps`` (the decay ends there; 0 keeps the rate constant after warm-up) and ``min_lr_ratio`` (of the
             last rate to ``lr``).
         seed: of the initial weights.
+        weights: folder of a saved Hugging Face model to start from instead.
 
     Raises:
         ValueError: naming the optimizer setting that is missing, unknown or out of range.
@@ -39,12 +40,15 @@ class CausalLM(pl.LightningModule):
 
     model: PreTrainedModel | None
 
-    def __init__(self, config: Mapping[str, Any], optimizer: Mapping[str, Any], seed: int) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], optimizer: Mapping[str, Any], seed: int, weights: str | None = None
+    ) -> None:
         super().__init__()
         # Plain containers only: checkpoints are loaded with weights_only.
-        self.config, self.settings, self.seed = _plain(config), _plain(optimizer), seed
+        self.config, self.settings, self.seed, self.weights = _plain(config), _plain(optimizer), seed, weights
         _check(self.settings)
-        self.save_hyperparameters({"config": self.config, "optimizer": self.settings, "seed": seed}, logger=False)
+        hparams = {"config": self.config, "optimizer": self.settings, "seed": seed, "weights": weights}
+        self.save_hyperparameters(hparams, logger=False)
         self.model = None
 
     @property
@@ -61,8 +65,11 @@ class CausalLM(pl.LightningModule):
         tokens, vocab = getattr(self.trainer.datamodule, "vocab_size", 0), self.config.get("vocab_size", 0)  # type: ignore[attr-defined]
         if tokens > vocab:
             raise ValueError(f"model.config.vocab_size {vocab} is smaller than the data's {tokens} tokens")
-        model = build_model(self.config, self.hexiseq.parameter_dtype, seed=None)
-        self.model = self.hexiseq.parallelize(model, self.seed)
+        dtype = self.hexiseq.parameter_dtype
+        if self.weights is not None:
+            self.model = self.hexiseq.parallelize(load_model(self.weights, self.config, dtype))
+        else:
+            self.model = self.hexiseq.parallelize(build_model(self.config, dtype, seed=None), self.seed)
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

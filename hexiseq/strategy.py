@@ -203,7 +203,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if type(self.precision_plugin) is not Precision:
+        if type(self.precision_plugin) not in (Precision, _ClipSharded):
             raise ValueError("the plan's dtype sets the precision; leave Trainer(precision=...) at '32-true'")
         self._setup_distributed()
         self._plan = self._agree_on_plan()
@@ -243,6 +243,8 @@ class HexiSeqStrategy(ModelParallelStrategy):
                 outcome["plan"] = match_ranks(self._solve(), found, self._names).to_dict()
             except ValueError as error:
                 outcome["error"] = str(error)
+            except Exception as error:
+                outcome["error"] = f"{type(error).__name__} while planning: {error}"
         outcome = self.broadcast(outcome)
         if "error" in outcome:
             raise ValueError(outcome["error"])
@@ -259,6 +261,30 @@ class HexiSeqStrategy(ModelParallelStrategy):
         assert self._workload is not None
         assert self._policy is not None
         return solve(self._cluster, self._workload, self._policy, **self._solver)
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Go on with another plan from the next micro-step. Collective; to be called between optimizer steps.
+
+        Parameters and optimizer state are sharded evenly whatever the plan, so nothing moves.
+
+        Raises:
+            ValueError: the plan changes more than slots, tokens and heads.
+        """
+        for name in ("seq_len", "num_heads", "num_kv_heads", "exchange", "recompute", "dtype", "devices"):
+            if getattr(plan, name) != getattr(self.plan, name):
+                raise ValueError(f"a running job cannot change {name} of its plan, from {getattr(self.plan, name)} to "
+                                 f"{getattr(plan, name)}")  # fmt: skip
+        ranks = [
+            [(replica.sequences, [g.ranks for g in replica.groups]) for replica in p.replicas]
+            for p in (self.plan, plan)
+        ]
+        if ranks[0] != ranks[1]:
+            raise ValueError("a running job cannot change the replicas, groups and sequences of its plan")
+        self.check_equal("the new plan", plan.digest())
+        runtime_for(plan, self._wait)
+        self._plan = plan
+        if self._holder is not None:
+            self._holder.plan = plan
 
     # --- the model
 
@@ -361,6 +387,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._holder is not None
+        self._holder.loss_sum = None
         output = super().validation_step(*args, **kwargs)
         self._validation.add(self._holder.loss_sum, args[0]["shift_labels"])
         return output

@@ -57,6 +57,22 @@ def test_an_interrupted_run_continues_bitwise_and_on_fewer_ranks(pools, tmp_path
             assert np.abs(other["weights"][name] - weight).max() <= 1e-5 * np.abs(weight).max(), name
 
 
+def test_tied_embeddings_train_and_resume(pools, tmp_path):
+    plan = make_plan(TWO, dtype="float32")
+    for whole, parts in pools(2).run(cases.tied, plan, str(tmp_path / "step-2"), timeout=START_UP):
+        assert whole == parts
+        assert whole[-1] < whole[0]
+
+
+def test_a_running_job_takes_another_cut(pools):
+    moved = (make_replica(cases.SEQ_LEN, 8, [(5, [(0, 20, 3), (1, 17, 6)]), (7, [(2, 56, 9)])]),)
+    plans, other = [make_plan(UNEVEN), make_plan(moved)], make_plan(UNEVEN, recompute="full")
+    for one, two, message, validation in pools(3).run(cases.replaced, plans, other, timeout=START_UP):
+        assert two == pytest.approx(one, rel=1e-10)
+        assert "cannot change recompute" in message
+        assert validation > 0
+
+
 def test_validation_counts_every_token_once(pools):
     for got, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), timeout=START_UP):
         assert got == pytest.approx(wanted, rel=1e-6)  # Lightning keeps metrics in float32

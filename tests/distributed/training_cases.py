@@ -72,8 +72,8 @@ class Result:
 class Recorded(CausalLM):
     """Fills a `Result` while it trains."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.result = Result()
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
@@ -239,6 +239,52 @@ def run_to(step: int, plan: Plan, start: str | None, end: str | None) -> dict[st
         job.save_checkpoint(end)
     weights = {n: w.double().numpy() for n, w in module.result.weights.items()}
     return {"losses": module.result.losses, "weights": weights, "consumed": data.sequences_consumed}
+
+
+def tied(plan: Plan, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of four steps with tied embeddings, without and with an interruption."""
+    exact_norms(plan.dtype)
+    config = {**CONFIG, "tie_word_embeddings": True}
+    modules = [Recorded(config, OPTIMIZER, seed=7) for _ in range(3)]
+    data = data_module()
+    for module, end, start in zip(modules, (4, 2, 4), (None, None, folder), strict=True):
+        job = trainer(HexiSeqStrategy(plan), max_steps=end)
+        data = data_module()
+        job.fit(module, datamodule=data, ckpt_path=start)
+        if end == 2:
+            job.save_checkpoint(folder)
+        assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+        weight = full({"w": module.model.lm_head.weight})["w"]
+        assert weight.shape == (CONFIG["vocab_size"], CONFIG["hidden_size"])
+    whole, first, second = (module.result.losses for module in modules)
+    return whole, first + second
+
+
+class Replace(L.Callback):
+    """Another cut after every optimizer step."""
+
+    def __init__(self, plans: list[Plan]) -> None:
+        self.plans = plans
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.strategy.replace_plan(self.plans[trainer.global_step % 2])
+
+
+def replaced(plans: list[Plan], other: Plan) -> tuple[list[float], list[float], str, float]:
+    """Losses on one plan, on two by turns, what another recompute mode is told, and a validation after the fit."""
+    exact_norms(plans[0].dtype)
+    modules = [Recorded(CONFIG, OPTIMIZER, seed=7) for _ in range(2)]
+    for module, callbacks in zip(modules, ([], [Replace(plans)]), strict=True):
+        data = data_module()
+        job = trainer(HexiSeqStrategy(plans[0]), max_steps=4, callbacks=callbacks)
+        job.fit(module, datamodule=data)
+    message = ""
+    try:
+        job.strategy.replace_plan(other)
+    except ValueError as error:
+        message = str(error)
+    job.validate(module, datamodule=data, verbose=False)
+    return modules[0].result.losses, modules[1].result.losses, message, float(job.callback_metrics["validation_loss"])
 
 
 def validate(plan: Plan) -> tuple[float, float]:

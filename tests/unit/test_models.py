@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hexiseq.attention import close_all, runtime_for
-from hexiseq.models import PlanHolder, apply_recompute, build_model, materialize, prepare, token_loss_sum
+from hexiseq.models import PlanHolder, apply_recompute, build_model, load_model, materialize, prepare, token_loss_sum
 from hexiseq.plan import Plan, RankDevice, make_replica
 
 SEQ_LEN = 64
@@ -231,3 +231,13 @@ def test_weights_export_to_a_stock_model(job, tmp_path: Path):
     model.save_pretrained(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True, attn_implementation="sdpa")
     assert model(**batch()).loss.item() == pytest.approx(stock_loss(stock, batch()).item(), rel=1e-6)
+
+    loaded = load_model(str(tmp_path), LLAMA, torch.float32)
+    prepare(loaded, PlanHolder(plan()))
+    assert loaded(**batch()).loss == model(**batch()).loss
+    with pytest.raises(ValueError, match="lack 9 of the model's parameters, such as model"):
+        load_model(str(tmp_path), {**LLAMA, "num_hidden_layers": 3}, torch.float32)
+    with pytest.raises(ValueError, match="do not load"):
+        load_model(str(tmp_path), {**LLAMA, "intermediate_size": 64}, torch.float32)
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_model(str(tmp_path / "none"), LLAMA, torch.float32)
