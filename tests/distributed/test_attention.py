@@ -53,6 +53,14 @@ def test_seeds_cover_what_plans_can_be():
     assert len(cut) > 20
 
 
+def test_ranks_with_different_kernels(pools):
+    devices = tuple(RankDevice("cpu", "here", ("cpu", "dense")[rank % 2]) for rank in range(5))
+    for by_dtype in pools(5).run(
+        cases.errors, dataclasses.replace(MIXED, devices=devices), ("float64",), 2, 8, 0, True
+    ):
+        assert max(by_dtype["float64"][0]) <= 1e-12
+
+
 def test_result_repeats_bit_by_bit(pools):
     assert all(pools(5).run(cases.repeated, dataclasses.replace(MIXED, dtype="bfloat16"), 2, 8, 0))
 
