@@ -435,9 +435,10 @@ def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tu
             # Receives run as far ahead as the group has slots; the call at work holds its own.
             window = group.slots + fused_slots(plan.fusion, group.slots)
             buffered = min(window, total - group.slots) * plan.slot
+            own, dim = group.num_tokens, model.head_dim
             for shard in group.shards:
                 first, last = kv_heads(shard.heads, plan.gqa_ratio)
-                tokens, own, dim = shard.num_tokens, group.num_tokens, model.head_dim
+                tokens = shard.num_tokens
                 h, k = shard.num_heads * dim, 2 * (last - first) * dim
                 lse = 0 if workload.recompute == "full" else model.layers * own * shard.num_heads * 4
                 # Backward in head form: q, k, v, out, dout; sums of dq and dkv; KV and dKV on the ring; and what
@@ -522,33 +523,70 @@ def _inventory(cluster: Cluster) -> str:
 def lower_bound(cluster: Cluster, workload: Workload) -> float:
     """Seconds of a step no feasible plan beats, on all of the cluster or a part of it.
 
+    Compute is spread in fractions (`devices_bound`). A plan stays on one node, with that node's compute, or its
+    parameters pass the NICs of two nodes at least: then the more devices, the less compute and the more traffic.
+    """
+    devices = [place.device for place in cluster.places]
+    everything = devices_bound(devices, workload)
+    if math.isinf(everything):
+        return _spread(_rates(devices), workload)  # nothing fits; compute alone is still true
+    nodes: dict[int, list[Place]] = {}
+    for place in cluster.places:
+        nodes.setdefault(place.node, []).append(place)
+    if len(nodes) == 1:
+        return everything
+    kinds = {tuple(place.device for place in places) for places in nodes.values()}
+    within = min(devices_bound(kind, workload) for kind in kinds)
+    second = sorted((places[0].node_class.network_gb_per_s for places in nodes.values()), reverse=True)[1] * GB
+    best = np.array([sorted(rates, reverse=True) for rates in _each_rate(devices)]).cumsum(axis=1)
+    across = min(
+        max(_spread(best[:, ranks - 1].tolist(), workload), parameter_traffic(workload, ranks) / second)
+        for ranks in range(2, len(devices) + 1)
+    )
+    return max(everything, min(within, across))
+
+
+def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
+    """Seconds no feasible plan on these devices, or some of them, beats; infinite when memory cannot hold the tokens.
+
     Every kind of work is spread over all devices at their own rate for it, in fractions, with no traffic, merge or
     launch. Tokens respect memory when there is one sequence a micro-step. Valid because each kind ends with its
     slowest rank, and ``max(work_r / rate_r) >= sum(work) / sum(rate)``; leaving devices out only lowers the rates. Over
     several replicas it holds because throughput, a harmonic mean of rates, is superadditive.
     """
-    return devices_bound([place.device for place in cluster.places], workload)
+    spread = _spread(_rates(devices), workload)
+    if workload.sequences > 1:
+        return spread
+    per_token = _linear_flops_per_token(workload)
+    capacity = [token_capacity(device, workload, len(devices)) for device in devices]
+    seconds = [per_token / (device.gemm_tflops * 1e12) for device in devices]
+    freely = workload.seq_len / sum(1 / s for s in seconds)
+    return spread + workload.accumulation * max(0.0, _level(workload.seq_len, seconds, capacity) - freely)
 
 
-def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
-    """`lower_bound` of a set of devices."""
+def _each_rate(devices: Sequence[Device]) -> list[list[float]]:
+    names = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+    return [[getattr(device, name) * 1e12 for device in devices] for name in names]
+
+
+def _rates(devices: Sequence[Device]) -> list[float]:
+    return [sum(rates) for rates in _each_rate(devices)]
+
+
+def _linear_flops_per_token(workload: Workload) -> float:
     model = workload.model
-    forwards, linears = passes(workload.recompute)
+    linears = passes(workload.recompute)[1]
+    return model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
 
-    def rate(name: str) -> float:
-        return sum(getattr(device, name) for device in devices) * 1e12
 
-    pairs = workload.seq_len * (workload.seq_len + 1) / 2
-    flops = model.layers * model.heads * attention_flops(model, pairs)
-    attention = flops * (
-        forwards / rate("attention_forward_tflops") + BACKWARD_ATTENTION / rate("attention_backward_tflops")
-    )
-    per_token = model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
-    linear = per_token * workload.seq_len / rate("gemm_tflops")
-    if workload.sequences == 1:
-        capacity = [token_capacity(device, workload, len(devices)) for device in devices]
-        linear = max(linear, _level(workload.seq_len, [per_token / (d.gemm_tflops * 1e12) for d in devices], capacity))
-    return workload.sequences * workload.accumulation * (attention + linear)
+def _spread(rates: Sequence[float], workload: Workload) -> float:
+    """Seconds of all compute of a step at summed rates in FLOP/s: matrices, attention forward, attention backward."""
+    gemm, forward, backward = rates
+    model, n = workload.model, workload.seq_len
+    flops = model.layers * model.heads * attention_flops(model, n * (n + 1) / 2)
+    attention = flops * (passes(workload.recompute)[0] / forward + BACKWARD_ATTENTION / backward)
+    linear = _linear_flops_per_token(workload) * n / gemm
+    return float(workload.sequences * workload.accumulation * (attention + linear))
 
 
 def bound(cluster: Cluster, workload: Workload) -> Bound:
@@ -566,14 +604,14 @@ def token_capacity(device: Device, workload: Workload, ranks: int) -> float:
 
 
 def _level(total: float, seconds: Sequence[float], capacity: Sequence[float]) -> float:
-    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; 0 if they cannot."""
+    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; infinite if none."""
     filled, rate = 0.0, sum(1 / s for s in seconds)
     for time, i in sorted((capacity[i] * s, i) for i, s in enumerate(seconds)):
         if filled + rate * time >= total:
             return (total - filled) / rate
         filled += capacity[i]
         rate -= 1 / seconds[i]
-    return 0.0
+    return math.inf
 
 
 def with_prediction(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:

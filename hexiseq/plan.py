@@ -376,7 +376,9 @@ def table(plan: Plan) -> str:
         f"slot {plan.slot:,}, fusion {plan.fusion}, exchange {plan.exchange}, recompute {plan.recompute}, {plan.dtype}",
         *align(header, rows),
     ]
-    lines += [f"left out: {d.type} on {d.node}: {d.reason}" for d in plan.excluded]
+    for d in dict.fromkeys(plan.excluded):
+        count = plan.excluded.count(d)
+        lines.append(f"left out: {f'{count} x ' if count > 1 else ''}{d.type} on {d.node}: {d.reason}")
     if (p := plan.predicted) is not None:
         lines.append(
             f"predicted: {p.step_seconds:.4g} s a step, {p.tokens_per_second:,.0f} tokens/s (compute "

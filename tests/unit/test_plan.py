@@ -183,6 +183,8 @@ def test_table_shows_every_rank_and_rival():
     assert any(line.startswith("ring") and "1.333x" in line for line in lines)
     assert any(line.startswith("ulysses") and line.endswith("6 heads over 4 ranks") for line in lines)
     assert "gap 25.0%" in text
+    twice = table(example(excluded=(ExcludedDevice("v100", "c", "too slow"),) * 2))
+    assert "left out: 2 x v100 on c: too slow" in twice
     assert align(["a", "bb"], [["ccc", "d"]]) == ["a    bb", "ccc  d"]
 
 
