@@ -441,7 +441,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
         if expected is None:
             message = "training_step did not call the model with its batch: return model(**batch).loss"
         elif loss is not None:
-            got, wanted = float(loss), float(expected) / self.nominal_tokens
+            got, wanted = float(loss.detach()), float(expected) / self.nominal_tokens
             if not abs(got - wanted) <= 1e-3 * max(abs(wanted), 1e-6):
                 message = (
                     f"training_step returned {got:.6g}; the sum of the token losses over num_items_in_batch is "
