@@ -102,7 +102,13 @@ def report(error: Exception) -> None:
 
 def write_row(path: Path, run_dir: Path, number: int, overrides: str, status: str, reason: str) -> None:
     """Add a job's row to the sweep's table; an unrunnable job also leaves a metrics.csv that says so."""
-    row: dict[str, Any] = {"job": number, "overrides": overrides, "status": status, "reason": reason, "run_dir": str(run_dir)}
+    row: dict[str, Any] = {
+        "job": number,
+        "overrides": overrides,
+        "status": status,
+        "reason": reason,
+        "run_dir": str(run_dir),
+    }
     last = jobs.last_metrics(run_dir) if status == "ok" else {}
     row |= {key: last.get(key, "") for key in ("loss", "tokens_per_second", "step_seconds", "predicted_step_seconds")}
     new = not path.exists()
@@ -122,8 +128,12 @@ def start() -> int:
     if launch.joined():
         if multirun:
             if launch.rank() == 0:
-                print(f"error: -m runs many jobs, the launcher started {launch.world_size()} ranks for one; "
-                      "run the sweep with plain python, which starts each job's ranks itself", file=sys.stderr)  # fmt: skip
+                report(
+                    ValueError(
+                        f"-m runs many jobs, the launcher started {launch.world_size()} ranks for one; "
+                        "run the sweep with plain python, which starts each job's ranks itself"
+                    )
+                )
             return launch.USER_ERROR_CODE
         if launch.rank() != 0:
             try:

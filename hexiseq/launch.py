@@ -72,7 +72,12 @@ def broadcast_run(prepare: Callable[[], dict[str, Any]] | None, timeout_seconds:
         finally:
             store.set("run", json.dumps(answer or {"error": "rank 0 failed while preparing the run"}))
             # Rank 0 may host the store: it must outlive the last reader.
-            _wait(store, [f"read/{other}" for other in range(1, ranks)], wait, "the configuration was not read by all ranks")
+            _wait(
+                store,
+                [f"read/{other}" for other in range(1, ranks)],
+                wait,
+                "the configuration was not read by all ranks",
+            )
         return answer["run"]
     _wait(store, ["run"], wait, f"rank {this}: rank 0 gave no configuration")
     answer = json.loads(store.get("run"))
@@ -142,7 +147,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
 
 
 def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
-    """Turn the agent's report into the one cause: a user error, else the rank that was killed, else the first to raise."""
+    """The one cause in the agent's report: a user error, else the rank that was killed, else the first to raise."""
     for path in sorted(logs.glob("rank*.error")):
         report = json.loads(path.read_text())
         if report["user"]:
@@ -151,12 +156,16 @@ def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
     # by the clock: the signal is the cause.
     ended = (-signal.SIGTERM, ENDED_CODE)
     failures = error.failures.items()
-    failed, failure = min(failures, key=lambda it: (it[1].exitcode in ended, it[1].exitcode >= 0, it[1].timestamp, it[0]))
+    failed, failure = min(
+        failures, key=lambda it: (it[1].exitcode in ended, it[1].exitcode >= 0, it[1].timestamp, it[0])
+    )
     device = plan.devices[failed] if failed < plan.world_size else None
     name = f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
     log_file = logs / f"rank{failed}.log"
     if failure.exitcode < 0:
-        return RankFailed(f"{name} was killed by {signal.Signals(-failure.exitcode).name}; the run has ended. Log: {log_file}")
+        return RankFailed(
+            f"{name} was killed by {signal.Signals(-failure.exitcode).name}; the run has ended. Log: {log_file}"
+        )
     report_file = logs / f"rank{failed}.error"
     what = json.loads(report_file.read_text())["message"] if report_file.exists() else f"exit code {failure.exitcode}"
     return RankFailed(f"{name} failed: {what}\nThe run has ended. Log: {log_file}")
@@ -174,7 +183,9 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
         with path.open("a") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", handlers=[logging.FileHandler(path)])
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", handlers=[logging.FileHandler(path)]
+    )
     try:
         main()
     except Exception as error:

@@ -14,7 +14,7 @@ _MOST_NAMED_RANKS = 64
 
 
 def plan_svg(plan: Plan) -> str:
-    """The plan as SVG text: one row per rank with its tokens, query heads and predicted memory, coloured by device type."""
+    """The plan as SVG text: a row per rank with its tokens, query heads and memory, coloured by device type."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +39,7 @@ def plan_svg(plan: Plan) -> str:
             memory.barh(row, plan.predicted.memory_gb[shard.rank], color=colour, height=0.5)
     _finish(tokens, "tokens of the sequence", plan.seq_len)
     _finish(heads, "query heads in the group", plan.num_heads)
-    memory.set_xlabel("predicted memory, GB (grey: limit)")
+    memory.set_xlabel("memory, GB (grey: limit)")
     tokens.invert_yaxis()
     if len(shards) <= _MOST_NAMED_RANKS:
         labels = [f"{s.rank}  {plan.devices[s.rank].type}  group {plan.place(s.rank)[1]}" for s in shards]

@@ -133,7 +133,13 @@ def _cpu_cluster(ranks: int | None) -> dict[str, Any]:
 
 
 def _one_node(gpus: dict[str, Any], devices: list[dict[str, Any]], intra_gb_per_s: float) -> dict[str, Any]:
-    node = {"name": "local", "devices": devices, "intra_gb_per_s": intra_gb_per_s, "nics": 1, "nic_gb_per_s": intra_gb_per_s}
+    node = {
+        "name": "local",
+        "devices": devices,
+        "intra_gb_per_s": intra_gb_per_s,
+        "nics": 1,
+        "nic_gb_per_s": intra_gb_per_s,
+    }
     return {"name": "local", "gpus": gpus, "nodes": [node]}
 
 

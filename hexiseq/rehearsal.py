@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hexiseq.cluster import Cluster, Device, Node, Seat
@@ -52,11 +53,11 @@ def proportional(shares: Sequence[int], total: int) -> list[int]:
     for share in shares:
         running += share
         ends.append(round(running * total / whole))
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return [b - a for a, b in pairwise(ends)]
 
 
 def rehearse_model(config: Mapping[str, Any], shrink: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
-    """The Hugging Face config with the same heads and the sizes of `shrink` (layers, hidden, intermediate, head_dim)."""
+    """The Hugging Face config with the same heads and the sizes of `shrink`: layers, hidden, intermediate, head_dim."""
     return {
         **config,
         "num_hidden_layers": min(shrink["layers"], config["num_hidden_layers"]),

@@ -142,7 +142,9 @@ def common_dtype(wanted: str, cluster: Cluster) -> str:
     if wanted not in DTYPES:
         raise ValueError(f"strategy.dtype {wanted!r} is not one of auto, {', '.join(DTYPES)}")
     if unable := [device.type for device in cluster.devices if wanted not in device.dtypes]:
-        raise ValueError(f"strategy.dtype {wanted}: {', '.join(unable)} cannot run it; choose another, or strategy.dtype=auto")
+        raise ValueError(
+            f"strategy.dtype {wanted}: {', '.join(unable)} cannot run it; choose another, or strategy.dtype=auto"
+        )
     return wanted
 
 
@@ -234,15 +236,13 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     vocab_size = data_module(config).vocab_size
     shrink = config["recipe"]["rehearsal"]
     small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
-    model = {
-        "name": f"{config['model']['name']}-rehearsal",
-        "config": rehearse_model(config["model"]["config"], shrink, vocab_size),
-    }
-    config = {**config, "model": model, "data": {**config["data"], "seq_len": small.seq_len}}
+    name = f"{config['model']['name']}-rehearsal"
+    shape = rehearse_model(config["model"]["config"], shrink, vocab_size)
+    config = {**config, "model": {"name": name, "config": shape}, "data": {**config["data"], "seq_len": small.seq_len}}
     core = device_from_config(yaml.safe_load((CONF / "gpu" / "cpu_core.yaml").read_text()))
     small_workload = dataclasses.replace(
         workload,
-        model=ModelShape.from_hf_config(model["config"], model["name"]),
+        model=ModelShape.from_hf_config(shape, name),
         seq_len=small.seq_len,
         dtype=small.dtype,
     )

@@ -1,4 +1,4 @@
-"""Train a decoder from random weights over the run's plan. One process per rank: ``python -m recipes.pretrain RUN_DIR``."""
+"""Train a decoder from random weights over the run's plan: ``python -m recipes.pretrain RUN_DIR`` in every rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def run(job: Job) -> None:
         strategy=strategy,
         plugins=[Launched()],
         logger=loggers(job),
-        callbacks=[Throughput(0 if terminal else 1), Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"])],
+        callbacks=[
+            Throughput(0 if terminal else 1),
+            Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"]),
+        ],
         max_epochs=-1,
         max_steps=trainer_config["max_steps"],
         accumulate_grad_batches=trainer_config["accumulation"],

@@ -60,8 +60,19 @@ def test_model_has_a_shape_and_a_hugging_face_config(name: str) -> None:
     config = composed(f"model={name}")["model"]
     shape = ModelShape.from_hf_config(config["config"], config["name"])
     hf = AutoConfig.for_model(**config["config"])
-    assert (hf.num_attention_heads, hf.num_key_value_heads, hf.head_dim) == (shape.heads, shape.kv_heads, shape.head_dim)
-    billions = {"llama3_8b": 8.0, "qwen3_8b": 8.2, "llama_3b": 3.4, "llama_7b": 6.7, "llama_13b": 13.0, "llama3_70b": 70.6}
+    assert (hf.num_attention_heads, hf.num_key_value_heads, hf.head_dim) == (
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+    )
+    billions = {
+        "llama3_8b": 8.0,
+        "qwen3_8b": 8.2,
+        "llama_3b": 3.4,
+        "llama_7b": 6.7,
+        "llama_13b": 13.0,
+        "llama3_70b": 70.6,
+    }
     if name in billions:
         assert shape.parameters / 1e9 == pytest.approx(billions[name], rel=0.02)
 
@@ -93,7 +104,9 @@ def test_tiny_llama_has_no_even_head_split() -> None:
 
 
 def test_dtype_auto_takes_what_all_devices_have() -> None:
-    config = composed("+cluster=h100_a100", "+gpu@cluster.gpus.v100_32=v100_32", "cluster.nodes.1.devices.0.type=v100_32")
+    config = composed(
+        "+cluster=h100_a100", "+gpu@cluster.gpus.v100_32=v100_32", "cluster.nodes.1.devices.0.type=v100_32"
+    )
     cluster = Cluster.from_config(config["cluster"])
     assert common_dtype("auto", cluster) == "float16"
     with pytest.raises(ValueError, match="v100_32 cannot run it"):

@@ -59,8 +59,16 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         (("recipe=plan", "+cluster=nowhere"), 1, ["Could not find 'cluster/nowhere'", "h100_a100", "cpu_mixed"]),
         (("recipe=plan", "cluster=h100_a100"), 1, ["+cluster=h100_a100"]),
         ((*H100_A100, "cluster.nodes.0.devices.0.type=h900"), 2, ["'h900'", "h100_sxm"]),
-        ((*H100_A100, "cluster.gpus.h100_sxm.memory_gb=0"), 2, ["'h100_sxm'", "memory_gb must be a positive number, got 0"]),
-        ((*H100_A100, "cluster.nodes.1.nic_gb_per_s=-25"), 2, ["'a100'", "nic_gb_per_s must be a positive number, got -25"]),
+        (
+            (*H100_A100, "cluster.gpus.h100_sxm.memory_gb=0"),
+            2,
+            ["'h100_sxm'", "memory_gb must be a positive number, got 0"],
+        ),
+        (
+            (*H100_A100, "cluster.nodes.1.nic_gb_per_s=-25"),
+            2,
+            ["'a100'", "nic_gb_per_s must be a positive number, got -25"],
+        ),
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
         ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
         ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),
@@ -68,14 +76,29 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         ((*H100_A100, "strategy=manual"), 2, ["strategy.plan"]),
         ((*H100_A100, "strategy.plan=plan.json"), 2, ["only read by strategy=manual"]),
         ((*H100_A100, "strategy.dtype=int4"), 2, ["strategy.dtype 'int4' is not one of"]),
-        ((*H100_A100, "strategy=ulysses", "model.config.num_attention_heads=36", "model.config.num_key_value_heads=36"), 2, ["ulysses", "36"]),
+        (
+            (
+                *H100_A100,
+                "strategy=ulysses",
+                "model.config.num_attention_heads=36",
+                "model.config.num_key_value_heads=36",
+            ),
+            2,
+            ["ulysses", "36"],
+        ),
         (("+cluster=cpu_mixed", "ckpt_path=nowhere"), 2, ["ckpt_path 'nowhere' does not exist"]),
-        (("+cluster=cpu_mixed", "trainer.max_steps=0"), 2, ["trainer.max_steps must be an integer of at least 1, got 0"]),
+        (
+            ("+cluster=cpu_mixed", "trainer.max_steps=0"),
+            2,
+            ["trainer.max_steps must be an integer of at least 1, got 0"],
+        ),
         (("+cluster=cpu_mixed", "data=text_dir", "data.path=empty"), 2, ["empty"]),
         (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["recipe.name 'dance' is not one of plan, pretrain"]),
     ],
 )
-def test_mistakes_end_before_any_rank_starts(call, tmp_path, arguments: tuple[str, ...], code: int, words: list[str]) -> None:
+def test_mistakes_end_before_any_rank_starts(
+    call, tmp_path, arguments: tuple[str, ...], code: int, words: list[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     answer = call(*arguments)
     assert answer.code == code
@@ -120,7 +143,13 @@ def test_plan_recipe_writes_a_plan_that_can_be_edited_and_checked(call, tmp_path
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_sweep_under_a_launcher_is_refused(call, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "3"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     answer = call(flag, "+cluster=cpu_mixed", "strategy=ring,hexiseq")
     assert answer.code == 2
@@ -139,7 +168,9 @@ def test_training_on_uneven_ranks(call) -> None:
     assert [int(row["step"]) for row in steps] == [1, 2]
     assert float(steps[1]["loss"]) < float(steps[0]["loss"]) < 6.5
     for row in steps:
-        assert float(row["tokens_per_second"]) * float(row["step_seconds"]) == pytest.approx(255)  # the last has no label
+        assert float(row["tokens_per_second"]) * float(row["step_seconds"]) == pytest.approx(
+            255
+        )  # the last has no label
         assert float(row["predicted_step_seconds"]) > 0
     tokens = [int(float(steps[0][f"tokens_rank_{rank}"])) for rank in range(3)]
     assert sum(tokens) == 256
@@ -157,8 +188,9 @@ def test_training_on_uneven_ranks(call) -> None:
 
 @pytest.mark.slow
 def test_sweep_runs_each_job_once_and_goes_on_past_an_illegal_one(call, tmp_path: Path) -> None:
-    answer = call("-m", "+cluster=cpu_mixed", "strategy=ulysses,ring,hexiseq", *FEW_STEPS, "model.config.num_attention_heads=8",
-                  "model.config.num_key_value_heads=8", "strategy.drop_devices=false")  # fmt: skip
+    heads = ("model.config.num_attention_heads=8", "model.config.num_key_value_heads=8")
+    job = ("+cluster=cpu_mixed", *heads, *FEW_STEPS, "strategy.drop_devices=false")
+    answer = call("-m", "strategy=ulysses,ring,hexiseq", *job)
     assert answer.code == 0, answer.err
     (table,) = tmp_path.rglob("summary.csv")
     found = rows(table)
@@ -174,7 +206,9 @@ def test_sweep_runs_each_job_once_and_goes_on_past_an_illegal_one(call, tmp_path
 
 @pytest.mark.slow
 def test_rehearsal_keeps_the_real_plans_cuts(call) -> None:
-    answer = call("+cluster=h100_a100", "trainer.max_steps=2", "trainer.validate_every=null", "recipe.rehearsal.seq_len=512")
+    answer = call(
+        "+cluster=h100_a100", "trainer.max_steps=2", "trainer.validate_every=null", "recipe.rehearsal.seq_len=512"
+    )
     assert answer.code == 0, answer.err
     assert "REHEARSAL" in answer.out
     target, ran = (Plan.load(answer.run_dir / name) for name in ("plan.target.json", "plan.json"))
@@ -215,9 +249,15 @@ def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> N
     joined = torchrun(3, tmp_path / "joined", "+cluster=cpu_mixed", *FEW_STEPS)
     assert joined.returncode == 0, joined.stderr
     (folder,) = (path.parent for path in (tmp_path / "joined").rglob("metrics.csv"))
-    losses = [[row["loss"] for row in rows(run / "metrics.csv")] for run in (alone.folder / "outputs", folder) if (run / "metrics.csv").exists()]
+    losses = [
+        [row["loss"] for row in rows(run / "metrics.csv")]
+        for run in (alone.folder / "outputs", folder)
+        if (run / "metrics.csv").exists()
+    ]
     alone_dir = next(path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
-    assert [row["loss"] for row in rows(alone_dir / "metrics.csv")] == [row["loss"] for row in rows(folder / "metrics.csv")]
+    assert [row["loss"] for row in rows(alone_dir / "metrics.csv")] == [
+        row["loss"] for row in rows(folder / "metrics.csv")
+    ]
     assert len(losses) >= 1
     assert len(list((tmp_path / "joined").rglob(".hydra"))) == 1
 
@@ -232,9 +272,12 @@ def test_torchrun_with_another_number_of_ranks_is_refused(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "+cluster=cpu_mixed", "trainer.max_steps=100000", "trainer.validate_every=null"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "train.py"), "+cluster=cpu_mixed", *FEW_STEPS, "trainer.max_steps=100000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert any(line.startswith("step 2/") for line in process.stdout)
     ranks = {}

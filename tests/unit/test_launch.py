@@ -87,8 +87,8 @@ def test_a_failed_rank_is_named_and_ends_the_run(tmp_path: Path, what: str, text
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from tests.unit.test_launch import start;"
-        "start(Path(sys.argv[2]), 'wait')"
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
+        "from tests.unit.test_launch import start; start(Path(sys.argv[2]), 'wait')"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(ROOT), str(tmp_path)], cwd=ROOT)
     deadline = time.monotonic() + 60
@@ -123,7 +123,14 @@ except ValueError as error:
         subprocess.Popen(
             [sys.executable, "-c", code, str(fails)],
             cwd=ROOT,
-            env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            env={
+                **os.environ,
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
         )
         for r in range(2)
     ]
