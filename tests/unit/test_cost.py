@@ -233,6 +233,30 @@ def test_a_step_by_hand(recompute, linears, forwards):
     assert found.all_to_all_seconds == 0
 
 
+def test_memory_by_hand():
+    cluster = cluster_of([3, 1], memory=10.0)
+    work = workload_for(two_rank_plan(), "float32", "selective")
+    layer, embedding, total = work.model.layer_parameters, work.model.embedding_parameters, work.model.parameters
+    fixed = 1e9 + 16 * total / 2 + (2 * layer + embedding) * 4 + layer * 8 + embedding * 4
+
+    def share(tokens, buffered):
+        kept = 3 * tokens * (64 + 4 * 8) * 4
+        lse = 3 * tokens * 4 * 4
+        working = tokens * (4 * 64 + 2 * 4 * 8 + 2 * 2 * 8 + 4 * 96) * 4
+        heads = tokens * ((3 * 32 + 32) * 4 + (32 + 32) * 4) + buffered * 32 * (4 + 4) + tokens * (3 * 32 + 32) * 4
+        mlp = tokens * (2 * 96 + 2 * 64) * 4
+        loss = min(tokens, 1024) * 300 * 8 + tokens * 64 * 4
+        return kept + lse + max(working + max(heads, mlp), loss)
+
+    # Rank 0 has room for the one foreign slot; rank 1 for its own window of one and the one at work.
+    expected = [fixed + share(768, 256), fixed + share(256, 512)]
+    found = predict(two_rank_plan("selective"), cluster, work)
+    assert found.memory_gb == pytest.approx([size / 1e9 for size in expected], rel=1e-12)
+    assert found.memory_limit_gb == (9.5, 9.5)
+    waiting = predict(two_rank_plan("selective"), cluster, dataclasses.replace(work, accumulation=2))
+    assert waiting.memory_gb[0] - found.memory_gb[0] == pytest.approx(4 * total / 1e9)
+
+
 def test_wires_add_up_at_the_nic_and_respect_special_links():
     cluster = cluster_of([1, 1, 1, 1])
     sent = np.zeros((4, 4))
@@ -304,7 +328,7 @@ def test_the_bound_is_reached_by_a_perfect_split_of_pure_compute():
     devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in fast.places)
     plan = Plan("manual", 8192, 4, 2, 1024, 1, "ring", "none", "float32", (replica,), devices)
     filled = with_prediction(plan, fast, workload_for(plan, "float32"))
-    assert filled.gap < 1e-3
+    assert 0 <= filled.gap < 1e-3
 
 
 def test_out_of_memory_names_the_device_and_a_length_that_fits():

@@ -16,7 +16,7 @@ from hexiseq.cost import OutOfMemory
 from hexiseq.plan import Plan, fits_slots
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
-from hexiseq.schedule.search import Search, groupings, share_tokens
+from hexiseq.schedule.search import Parts, Search, groupings, share_tokens
 from hexiseq.workload import ModelShape, Workload
 
 
@@ -284,6 +284,40 @@ def test_tokens_are_rounded_to_the_least_finish_time(seconds, total, data):
         return max(n * s for n, s in zip(sizes, seconds, strict=True))
 
     assert finish(found) == pytest.approx(min(map(finish, legal)))
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000))
+def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
+    rng = random.Random(seed)
+    grouping = [[0], [1, 2], [3]]
+    rates = np.array([rng.uniform(0.5, 4) for _ in grouping])
+    linear = [np.array([rng.uniform(0.5, 4) for _ in members]) for members in grouping]
+    caps = [np.array([float(rng.choice((30, 60, 500))) for _ in members]) for members in grouping]
+    parts = Parts(grouping, [[9]] * 3, rates, linear, caps)
+    total, slot = 12, 10
+    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(total * slot), None)
+
+    def finish(counts):
+        slowest = []
+        for n, lin, cap in zip(counts, linear, caps, strict=True):
+            held = share_tokens(100 * n * slot, lin, 100 * cap)  # a hundredth of a token is fine enough
+            if held is None:
+                return np.inf
+            slowest.append(max(np.array(held) / 100 * lin))
+        return max(slowest) + max(np.array(counts) * slot * rates)
+
+    options = [(a, b, total - a - b) for a in range(2, 9) for b in range(2, 9) if total - a - b >= 2]
+    best = min(map(finish, options))
+    found = search.program(parts, total, slot)
+    if np.isinf(best):
+        assert found is None
+        return
+    assert sum(found) == total
+    assert finish(found) == pytest.approx(best, rel=1e-3)
+    shares = parts.shares(total * slot)
+    assert shares.sum() == pytest.approx(total * slot)
+    assert all(share <= cap.sum() * (1 + 1e-9) for share, cap in zip(shares, caps, strict=True))
 
 
 @pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0, 1.0), [3, 3, 3]), ((1.0, 0.5, 0.25), [1, 3, 5])])
