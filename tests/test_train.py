@@ -217,7 +217,7 @@ def test_rehearsal_keeps_the_real_plans_cuts(call) -> None:
         assert there.heads == here.heads
         assert here.num_tokens / ran.seq_len == pytest.approx(there.num_tokens / target.seq_len, abs=2 / ran.seq_len)
     assert [len(g.shards) for g in target.replicas[0].groups] == [len(g.shards) for g in ran.replicas[0].groups]
-    assert {row["loss"] != "" for row in rows(answer.run_dir / "metrics.csv")} == {True}
+    assert [row["loss"] != "" for row in rows(answer.run_dir / "metrics.csv")] == [True, True]
 
 
 @pytest.mark.slow
@@ -249,16 +249,10 @@ def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> N
     joined = torchrun(3, tmp_path / "joined", "+cluster=cpu_mixed", *FEW_STEPS)
     assert joined.returncode == 0, joined.stderr
     (folder,) = (path.parent for path in (tmp_path / "joined").rglob("metrics.csv"))
-    losses = [
-        [row["loss"] for row in rows(run / "metrics.csv")]
-        for run in (alone.folder / "outputs", folder)
-        if (run / "metrics.csv").exists()
-    ]
     alone_dir = next(path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
     assert [row["loss"] for row in rows(alone_dir / "metrics.csv")] == [
         row["loss"] for row in rows(folder / "metrics.csv")
     ]
-    assert len(losses) >= 1
     assert len(list((tmp_path / "joined").rglob(".hydra"))) == 1
 
 
