@@ -156,6 +156,9 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     """
     data_module(config)
     _check_checkpoint(config["ckpt_path"])
+    weights = config["model"]["weights"]
+    if weights is not None and not Path(weights).is_dir():
+        raise ValueError(f"model.weights {weights!r} is not a folder; give that of a saved Hugging Face model")
     cluster, workload, plan = solve_config(config, ranks=ranks)
     target = None
     if missing_gpus(cluster):
@@ -238,7 +241,7 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
     name = f"{config['model']['name']}-rehearsal"
     shape = rehearse_model(config["model"]["config"], shrink, vocab_size)
-    config = {**config, "model": {"name": name, "config": shape}, "data": {**config["data"], "seq_len": small.seq_len}}
+    config = {**config, "model": {"name": name, "weights": None, "config": shape}, "data": {**config["data"], "seq_len": small.seq_len}}
     core = device_from_config(yaml.safe_load((CONF / "gpu" / "cpu_core.yaml").read_text()))
     small_workload = dataclasses.replace(
         workload,

@@ -46,7 +46,8 @@ def run(job: Job) -> None:
         device_names=job.device_names,
         process_group_backend=None if job.on_gpus else "gloo",
     )
-    module = CausalLM(config["model"]["config"], config["recipe"]["optimizer"], config["seed"])
+    model = config["model"]
+    module = CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=model["weights"])
     data = data_module(config)
     terminal = sys.stdout.isatty() and launch.rank() == 0
     trainer = pl.Trainer(
