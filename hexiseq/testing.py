@@ -147,7 +147,7 @@ class Pool:
         # Port 0 lets the system choose a free one, and the store that listens on it lives here: no race for it.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "hexiseq.attention"])
+        context.set_forkserver_preload(["torch._dynamo", "lightning.pytorch", "hexiseq.strategy"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, self._store.port, self.timeout, theirs)
