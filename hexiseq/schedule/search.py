@@ -2,8 +2,8 @@
 
 Two levels. Heads of a group are cut first, since they do not depend on how many tokens the group gets; that makes a
 group one device with one attention rate. A small integer program over classes of equal groups then shares the slots.
-Tokens inside a group follow its ranks' linear rates. Memory that does not fit is turned into caps and solved again.
-Every candidate is judged by `hexiseq.cost.predict`, never by the program's own objective.
+Heads and tokens inside a group come from `hexiseq.schedule.local`. Memory that does not fit is turned into caps and
+solved again. Every candidate is judged by `hexiseq.cost.predict`, never by the program's own objective.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.plan import Plan, fits_slots
 from hexiseq.schedule.even import Counts, IllegalPolicy, build_plan, even_grid, even_totals, legal_widths, slots_for
+from hexiseq.schedule.local import MOST_NODES, NANOSECONDS, cut_heads, integer_program, share_tokens
 from hexiseq.workload import Workload, attention_flops, head_flops, linear_flops
 
 FUSED_TOKENS = 8192  # merging a call of fewer KV tokens costs more than a tenth of its attention
 MOST_SLOTS = 64  # of a ring of few groups; grows with the number of groups
-NANOSECONDS = 1e9  # CBC is two orders of magnitude slower on the same program in seconds
 Grouping = list[list[int]]
 
 
@@ -52,7 +52,6 @@ class Search:
         ])  # fmt: skip
         self.launch = np.array([model.layers * (1 + forwards) * device.launch_us * 1e-6 for device in devices])
         self.capacity = np.array([cost.token_capacity(d, workload, len(devices)) for d in devices])
-        self._heads: dict[tuple, list[int]] = {}
         self._programs: dict[tuple, dict[tuple, int] | None] = {}
         self.best: Plan | None = None
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
@@ -169,50 +168,14 @@ class Search:
             [np.floor(caps[members]) for members in grouping],
         )  # fmt: skip
 
-    def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray) -> list[int] | None:
-        """Heads of each member: least finish time, then fewest fragments and KV copies within half a percent.
-
-        Exact, by dynamic programming over the boundaries: a few thousand states, and fragments cost what they cost.
-        """
-        model = self.workload.model
-        total, ratio, width = model.heads, model.heads // model.kv_heads, len(members)
-        rates = self.attention[members]
-        if width == 1:
-            return [total] if head_caps[members[0]] >= total else None
-        limits = head_caps[members]
-        if np.ptp(rates) == 0 and not cost_cuts(total, ratio, width) and limits.min() >= total // width:
-            return [total // width] * width
-        calls = 1 + self.workload.seq_len / FUSED_TOKENS
-        key = (*rates.tolist(), *limits.tolist(), *self.launch[members].tolist(), tokens)
-        if key in self._heads:
-            return self._heads[key]
-        starts, ends = np.meshgrid(np.arange(total + 1), np.arange(total + 1), indexing="ij")
-        size = ends - starts
-        cuts = np.array([[cost.fragments((a, b), ratio) if b > a else 0 for b in range(total + 1)]
-                         for a in range(total + 1)])  # fmt: skip
-        copies = np.where(size > 0, -(-ends // ratio) - starts // ratio, 0)
-        times = []
-        for rate, limit, launch in zip(rates, limits, self.launch[members], strict=True):
-            time = size * rate * tokens + cuts * calls * launch
-            times.append(np.where((size < 0) | (size > limit), np.inf, time))
-        # The finish time of members 0..m that end at a boundary, then the least untidiness within reach of the best.
-        finish = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
-        for time in times:
-            finish = np.maximum(finish[:, None], time).min(0)
-        if not np.isfinite(finish[total]):
-            return None
-        untidy = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
-        choice = []
-        for time in times:
-            step = untidy[:, None] + np.where(time <= finish[total] * 1.005, cuts + copies + 1e-6 * size**2, np.inf)
-            choice.append(step.argmin(0))
-            untidy = step.min(0)
-        boundary, found = total, []
-        for best in reversed(choice):
-            found.append(boundary - int(best[boundary]))
-            boundary = int(best[boundary])
-        self._heads[key] = found[::-1]
-        return self._heads[key]
+    def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray) -> tuple[int, ...] | None:
+        """Heads of each member, for a group of about so many tokens."""
+        model, calls = self.workload.model, 1 + self.workload.seq_len / FUSED_TOKENS
+        seconds, launch = self.attention[members] * tokens, self.launch[members] * calls
+        limits = np.minimum(head_caps[members], model.heads)
+        return cut_heads(
+            model.heads, model.kv_heads, tuple(seconds.tolist()), tuple(launch.tolist()), tuple(limits.tolist())
+        )
 
     # Slots -----------------------------------------------------------------------------------------------------
 
@@ -292,9 +255,7 @@ class Search:
     def solve_program(self, classes: dict[tuple, int], total: int, slot: int) -> dict[tuple, int] | None:
         """Slots per class; a class is ``(attention seconds, *linear seconds, *caps)`` of a group, with its count."""
         least = 2 if total >= 2 * sum(classes.values()) else 1
-        model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
-        model.verbose, model.threads, model.seed = 0, 1, 1
-        model.max_mip_gap, model.max_mip_gap_abs = 1e-6, 1.0
+        model = integer_program()
         linear, attention = model.add_var(name="linear"), model.add_var(name="attention")
         sums = []
         for (rate, *members), count in classes.items():
@@ -315,7 +276,7 @@ class Search:
             sums.append(summed)
         model.add_constr(mip.xsum(sums) == total)
         model.objective = mip.minimize(linear + attention)
-        model.optimize(max_nodes=2000)
+        model.optimize(max_nodes=MOST_NODES)
         if not model.num_solutions:
             return None
         # Rounding a solver's floats must not lose a slot.
@@ -331,7 +292,8 @@ class Search:
         counts: Counts = []
         for g, members in enumerate(parts.grouping):
             tokens = slots[g] * slot - (short if g == 0 else 0)
-            sizes = share_tokens(tokens, self.linear[members], caps[members])
+            most = np.minimum(caps[members], tokens).astype(int)
+            sizes = share_tokens(tokens, tuple(self.linear[members].tolist()), tuple(most.tolist()))
             if sizes is None:
                 return None
             counts.append((slots[g], list(zip(members, sizes, parts.heads[g], strict=True))))
@@ -344,7 +306,7 @@ class Parts:
     per token and the most tokens it can hold."""
 
     grouping: Grouping
-    heads: list[list[int]]
+    heads: list[tuple[int, ...]]
     rates: np.ndarray
     linear: list[np.ndarray]
     caps: list[np.ndarray]
@@ -381,32 +343,6 @@ class Parts:
             [np.minimum(cap, linear / lin).sum() for cap, lin in zip(self.caps, self.linear, strict=True)]
         )
         return np.minimum(capacity, ratio * linear / self.rates)
-
-
-def share_tokens(total: int, seconds: np.ndarray, caps: np.ndarray) -> list[int] | None:
-    """Integers that sum to `total`, least largest ``size * seconds``, none above its cap; None when caps are short."""
-    caps = np.floor(caps)
-    if caps.sum() < total:
-        return None
-    if np.ptp(seconds) == 0 and caps.min() > total // len(caps):
-        return [total // len(caps) + (i < total % len(caps)) for i in range(len(caps))]
-    low, high = 0.0, total * float(seconds.max()) + 1e-30
-    for _ in range(100):
-        middle = (low + high) / 2
-        if np.minimum(np.floor(middle / seconds), caps).sum() >= total:
-            high = middle
-        else:
-            low = middle
-    sizes = np.minimum(np.floor(low / seconds), caps).astype(int)
-    for _ in range(total - int(sizes.sum())):
-        finish = np.where(sizes < caps, (sizes + 1) * seconds, np.inf)
-        sizes[int(finish.argmin())] += 1
-    return [int(size) for size in sizes]
-
-
-def cost_cuts(total: int, ratio: int, width: int) -> bool:
-    """Whether equal head counts are impossible or cut a KV group."""
-    return total % width != 0 or (total // width) % ratio != 0
 
 
 def groupings(places: Sequence[Place]) -> list[Grouping]:

@@ -1,6 +1,7 @@
 """The scheduler: legal, repeatable plans that fit, beat every rival, and say why not when there is none."""
 
 import dataclasses
+import itertools
 import random
 import time
 
@@ -16,7 +17,8 @@ from hexiseq.cost import OutOfMemory
 from hexiseq.plan import Plan, fits_slots
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
-from hexiseq.schedule.search import Parts, Search, groupings, share_tokens
+from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
+from hexiseq.schedule.search import Parts, Search, groupings
 from hexiseq.workload import ModelShape, Workload
 
 
@@ -268,8 +270,8 @@ def test_never_worse_than_a_rival_on_any_cluster(seed):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(seconds=st.lists(st.floats(0.1, 10), min_size=1, max_size=4), total=st.integers(0, 12), data=st.data())
 def test_tokens_are_rounded_to_the_least_finish_time(seconds, total, data):
-    caps = np.array([data.draw(st.integers(0, 12)) for _ in seconds], float)
-    found = share_tokens(total, np.array(seconds), caps)
+    caps = tuple(data.draw(st.integers(0, 12)) for _ in seconds)
+    found = share_tokens(total, tuple(seconds), caps)
     options = [[]]
     for cap in caps:
         options = [[*o, n] for o in options for n in range(int(min(cap, total)) + 1)]
@@ -284,6 +286,93 @@ def test_tokens_are_rounded_to_the_least_finish_time(seconds, total, data):
         return max(n * s for n, s in zip(sizes, seconds, strict=True))
 
     assert finish(found) == pytest.approx(min(map(finish, legal)))
+
+
+def rounded_level(total, seconds, caps):
+    """Least largest ``tokens * seconds`` by bisection over the level."""
+    low, high = 0.0, total * max(seconds)
+    for _ in range(100):
+        middle = (low + high) / 2
+        held = np.minimum(np.floor(middle / np.array(seconds)), caps).sum()
+        low, high = (low, middle) if held >= total else (middle, high)
+    return high
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000))
+def test_long_sequences_are_shared_as_well_as_by_bisection(seed):
+    rng = random.Random(seed)
+    kinds = [rng.uniform(0.3e-6, 3e-6) for _ in range(rng.choice((1, 2, 3, 8)))]
+    seconds = tuple(rng.choice(kinds) for _ in range(rng.choice((2, 3, 8, 16))))
+    total = rng.choice((1000, 30011, 1 << 20))
+    caps = tuple(rng.choice((total, total // len(seconds), total // 2)) for _ in seconds)
+    found = share_tokens(total, seconds, caps)
+    if sum(caps) < total:
+        assert found is None
+        return
+    assert sum(found) == total
+    assert all(0 <= n <= cap for n, cap in zip(found, caps, strict=True))
+    # The solver's gap: a millionth.
+    assert max(np.multiply(found, seconds)) <= rounded_level(total, seconds, caps) * (1 + 2e-6)
+
+
+def head_costs(total, kv_heads, seconds, launch, limits):
+    """Per member, by first and last head: finish time (infinite where illegal); and fragments plus KV copies."""
+    ratio, edges = total // kv_heads, range(total + 1)
+    pieces = np.array([
+        [cost.fragments((a, b), ratio) + -(-b // ratio) - a // ratio if b > a else 0 for b in edges] for a in edges
+    ])  # fmt: skip
+    fragments = np.array([[cost.fragments((a, b), ratio) for b in edges] for a in edges])
+    size = np.arange(total + 1)[None, :] - np.arange(total + 1)[:, None]
+    times = [
+        np.where((size < 0) | (size > limit), np.inf, size * one + fragments * call)
+        for one, call, limit in zip(seconds, launch, limits, strict=True)
+    ]
+    return times, pieces
+
+
+def best_cut(times, pieces, piece):
+    """Least ``finish + piece * pieces`` over all cuts: for every finish time, the fewest pieces by dynamic program."""
+    total = len(pieces) - 1
+    origin = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
+    best = np.inf
+    for level in np.unique(np.concatenate([spent[np.isfinite(spent)] for spent in times])):
+        fewest = origin
+        for spent in times:
+            fewest = (fewest[:, None] + np.where(spent <= level, pieces, np.inf)).min(0)
+        best = min(best, level + piece * fewest[total])
+    return best
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000))
+def test_heads_are_cut_as_well_as_by_the_dynamic_program(seed):
+    rng = random.Random(seed)
+    total, kv_heads = rng.choice(((32, 8), (9, 3), (7, 1), (12, 12), (16, 2)))
+    kinds = [rng.uniform(0.3, 3) for _ in range(rng.choice((1, 2, 3, 8)))]
+    seconds = tuple(rng.choice(kinds) for _ in range(rng.choice((2, 3, 4, 8))))
+    call = rng.choice((0.0, 0.001, 0.05))
+    launch = tuple(call * rng.uniform(0.5, 1.5) for _ in seconds)
+    limits = tuple(total if seed % 2 else rng.randint(0, total) for _ in seconds)
+    found = cut_heads(total, kv_heads, seconds, launch, limits)
+    if sum(limits) < total:
+        assert found is None
+        return
+    assert sum(found) == total
+    edges = np.cumsum([0, *found])
+    times, pieces = head_costs(total, kv_heads, seconds, launch, limits)
+    piece = PIECE * total / sum(1 / one for one in seconds)
+    ranges = list(itertools.pairwise(edges))
+    finish = max(spent[ends] for spent, ends in zip(times, ranges, strict=True))
+    value = finish + piece * sum(pieces[ends] for ends in ranges)
+    assert value == pytest.approx(best_cut(times, pieces, piece), rel=1e-5)
+
+
+def test_equal_members_and_even_cuts_need_no_solver(monkeypatch):
+    monkeypatch.setattr("hexiseq.schedule.local.integer_program", None)
+    assert cut_heads(32, 8, (1.0,) * 4, (0.1,) * 4, (32,) * 4) == (8,) * 4
+    assert cut_heads(32, 8, (1.5,), (0.1,), (32,)) == (32,)
+    assert share_tokens(11, (1.0,) * 4, (100,) * 4) == (3, 3, 3, 2)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -301,7 +390,8 @@ def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
     def finish(counts):
         slowest = []
         for n, lin, cap in zip(counts, linear, caps, strict=True):
-            held = share_tokens(100 * n * slot, lin, 100 * cap)  # a hundredth of a token is fine enough
+            fine = (100 * cap).astype(int)  # a hundredth of a token is fine enough
+            held = share_tokens(100 * n * slot, tuple(lin.tolist()), tuple(fine.tolist()))
             if held is None:
                 return np.inf
             slowest.append(max(np.array(held) / 100 * lin))
