@@ -241,7 +241,11 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
     name = f"{config['model']['name']}-rehearsal"
     shape = rehearse_model(config["model"]["config"], shrink, vocab_size)
-    config = {**config, "model": {"name": name, "weights": None, "config": shape}, "data": {**config["data"], "seq_len": small.seq_len}}
+    config = {
+        **config,
+        "model": {"name": name, "weights": None, "config": shape},
+        "data": {**config["data"], "seq_len": small.seq_len},
+    }
     core = device_from_config(yaml.safe_load((CONF / "gpu" / "cpu_core.yaml").read_text()))
     small_workload = dataclasses.replace(
         workload,

@@ -244,7 +244,7 @@ def torchrun(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedP
 
 @pytest.mark.slow
 def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> None:
-    alone = call("+cluster=cpu_mixed", *FEW_STEPS)
+    assert call("+cluster=cpu_mixed", *FEW_STEPS).code == 0
     (tmp_path / "joined").mkdir()
     joined = torchrun(3, tmp_path / "joined", "+cluster=cpu_mixed", *FEW_STEPS)
     assert joined.returncode == 0, joined.stderr
