@@ -13,6 +13,7 @@ import csv
 import importlib
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def main(composed: DictConfig) -> None:
     except launch.RankFailed as error:
         status, reason = "failed", str(error)
         report(error)
+    except launch.Interrupted as error:
+        report(error)
+        sys.exit(error.code)  # ends a sweep, too
+    except Exception as error:
+        if sweep_dir is None:
+            raise
+        # Not a mistake we know: the traceback, and a row, and the sweep goes on.
+        status, reason = "failed", f"{type(error).__name__}: {error}"
+        traceback.print_exception(error)
     outcomes.append(status)
     if sweep_dir is not None:
         overrides = " ".join(hydra_config.overrides.task)
@@ -94,8 +104,6 @@ def join(prepare: Any, recipe: str | None) -> None:
 def report(error: Exception) -> None:
     """One short block on stderr; the traceback only when Hydra's switch for it is set."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        import traceback
-
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr, flush=True)
 

@@ -292,11 +292,12 @@ class HexiSeqDataModule(L.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in ("seq_len", "seed"):
-            if state_dict[name] != getattr(self, name):
+        for key, name in (("data.seq_len", "seq_len"), ("seed", "seed")):
+            here, there = getattr(self, name), state_dict[name]
+            if here != there:
                 raise ValueError(
-                    f"data.{name} is {getattr(self, name)}, the checkpoint was written with {state_dict[name]}: its "
-                    f"position in the data has no meaning here; set data.{name}={state_dict[name]}"
+                    f"{key} is {here}, the checkpoint was written with {there}: its position in the data has no "
+                    f"meaning here; set {key}={there}"
                 )
         self.sequences_consumed = int(state_dict["sequences_consumed"])
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,12 +25,21 @@ from hexiseq.plan import Plan
 log = logging.getLogger(__name__)
 
 USER_ERROR_CODE = 2
+SHUTDOWN_SECONDS = 10  # a rank that has not ended this long after it was asked to is killed
 ENDED_CODE = 128 + signal.SIGTERM
 _JOIN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankFailed(RuntimeError):
     """A rank of a local job died or raised; the message names it and says where its log is."""
+
+
+class Interrupted(RuntimeError):
+    """A signal to the process that started the ranks ended the run. ``code`` is the shell's exit code for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}; all ranks have stopped")
+        self.code = 128 + number
 
 
 def joined() -> bool:
@@ -126,7 +136,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(redirects=Std.NONE, tee=Std.NONE),
         log_line_prefix_template="",
-        shutdown_timeout=10,
+        shutdown_timeout=SHUTDOWN_SECONDS,
     )
     # Between numerical libraries' thread pools and one process a rank, one thread each is the honest default.
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HEXISEQ_PARENT": str(os.getpid())}
@@ -137,7 +147,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
     except ChildFailedError as error:
         raise _explain(error, logs, plan) from None
     except SignalException as error:
-        raise KeyboardInterrupt(f"ended by {signal.Signals(error.sigval).name}") from None
+        raise Interrupted(error.sigval) from None
     finally:
         for name, value in saved.items():
             if value is None:
@@ -148,13 +158,15 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
 
 def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
     """The one cause in the agent's report: a user error, else the rank that was killed, else the first to raise."""
-    for path in sorted(logs.glob("rank*.error")):
-        report = json.loads(path.read_text())
+    reports = [json.loads(path.read_text()) for path in sorted(logs.glob("rank*.error"))]
+    for report in reports:
         if report["user"]:
             return ValueError(report["message"])
     # Ranks the agent ended are a consequence. A killed rank makes its peers fail too, sometimes milliseconds earlier
-    # by the clock: the signal is the cause.
-    ended = (-signal.SIGTERM, ENDED_CODE)
+    # by the clock: the signal is the cause. Unless a rank had failed long before: then the agent killed one that hung.
+    ended = [-signal.SIGTERM, ENDED_CODE]
+    if reports and time.time() - min(report["time"] for report in reports) >= SHUTDOWN_SECONDS:
+        ended.append(-signal.SIGKILL)
     failures = error.failures.items()
     failed, failure = min(
         failures, key=lambda it: (it[1].exitcode in ended, it[1].exitcode >= 0, it[1].timestamp, it[0])
@@ -175,7 +187,7 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
     """Run one rank's work: its output goes to ``logs/rankN.log`` (rank 0 also keeps the terminal), errors become
     a report the parent can read and an exit code: 2 for a ValueError, 1 for anything else."""
     _die_with_parent()
-    _end_at_once_on_sigterm()
+    _end_at_once_when_asked()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank{rank()}.log"
@@ -188,15 +200,16 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
     )
     try:
         main()
-    except Exception as error:
+    except BaseException as error:  # some of torch's errors are not Exceptions
         text = traceback.format_exc()
         with path.open("a") as file:
             file.write(text)
         user = isinstance(error, ValueError)
-        if not user and rank() == 0:
-            sys.stderr.write(text)
+        if "HEXISEQ_PARENT" not in os.environ and rank() == 0:
+            # No parent of ours reads the report.
+            sys.stderr.write(f"error: {error}\n" if user else text)
         message = str(error) if user else f"{type(error).__name__}: {error}"
-        (logs / f"rank{rank()}.error").write_text(json.dumps({"user": user, "message": message}))
+        (logs / f"rank{rank()}.error").write_text(json.dumps({"user": user, "message": message, "time": time.time()}))
         sys.stdout.flush()
         sys.stderr.flush()
         # Interpreter shutdown can hang in a collective library that still waits for peers.
@@ -223,15 +236,16 @@ def settle(plan: Plan, cores: Sequence[Sequence[int]]) -> None:
     os.environ["HEXISEQ_NODE"] = device.node
 
 
-def _end_at_once_on_sigterm() -> None:
+def _end_at_once_when_asked() -> None:
     """A rank that waits inside a collective runs no Python signal handler; a thread of its own ends it all the same."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    asked = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
 
     def end() -> None:
-        signal.sigwait({signal.SIGTERM})
+        signal.sigwait(asked)
         os._exit(ENDED_CODE)
 
-    threading.Thread(target=end, name="sigterm", daemon=True).start()
+    threading.Thread(target=end, name="end", daemon=True).start()
 
 
 def _die_with_parent() -> None:

@@ -122,13 +122,17 @@ def _check(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"optimizer settings must be {', '.join(OPTIMIZER_KEYS)}; got {', '.join(settings) or 'nothing'}"
         )
-    if not settings["lr"] > 0:
-        raise ValueError(f"optimizer lr must be positive, got {settings['lr']!r}")
+    if not (_is_number(settings["lr"]) and settings["lr"] > 0):
+        raise ValueError(f"optimizer lr must be a positive number, got {settings['lr']!r}")
     betas = settings["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, list) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"optimizer betas must be two numbers in [0, 1), got {betas!r}")
     for name in ("weight_decay", "warmup_steps", "total_steps"):
-        if settings[name] < 0:
-            raise ValueError(f"optimizer {name} must be at least 0, got {settings[name]!r}")
-    if not 0 <= settings["min_lr_ratio"] <= 1:
+        if not (_is_number(settings[name]) and settings[name] >= 0):
+            raise ValueError(f"optimizer {name} must be a number of at least 0, got {settings[name]!r}")
+    if not (_is_number(settings["min_lr_ratio"]) and 0 <= settings["min_lr_ratio"] <= 1):
         raise ValueError(f"optimizer min_lr_ratio must be within [0, 1], got {settings['min_lr_ratio']!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -58,14 +58,16 @@ def proportional(shares: Sequence[int], total: int) -> list[int]:
 
 def rehearse_model(config: Mapping[str, Any], shrink: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
     """The Hugging Face config with the same heads and the sizes of `shrink`: layers, hidden, intermediate, head_dim."""
+    heads = config["num_attention_heads"]
     return {
         **config,
         "num_hidden_layers": min(shrink["layers"], config["num_hidden_layers"]),
-        "hidden_size": shrink["hidden"],
+        # Hugging Face insists on a multiple of the heads, whatever the head dimension.
+        "hidden_size": heads * -(-shrink["hidden"] // heads),
         "intermediate_size": shrink["intermediate"],
         "head_dim": shrink["head_dim"],
         "vocab_size": vocab_size,
-        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
     }
 
 

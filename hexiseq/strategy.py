@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -478,7 +478,11 @@ class HexiSeqStrategy(ModelParallelStrategy):
             raise ValueError(f"ckpt_path {str(path)!r} does not exist")
         if path.is_dir():
             self._check_checkpoint(path)
-        return super().load_checkpoint(path, weights_only)
+        try:
+            return super().load_checkpoint(path, weights_only)
+        except CheckpointException as error:
+            rank, failure = next(iter(error.failures.items()))
+            raise ValueError(f"ckpt_path {str(path)!r} does not load: rank {rank}: {failure[0]}") from error
 
     def _check_checkpoint(self, path: Path) -> None:
         """Compare the checkpoint's parameters with the model's before anything is loaded."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Config = dict[str, Any]
 
+MOST_TIMEOUT_SECONDS = 7 * 86400
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -54,7 +55,7 @@ class Job:
 
     @property
     def on_gpus(self) -> bool:
-        return self.plan.devices[0].kernel != "cpu"
+        return self.plan.devices[0].kernel not in ("cpu", "dense")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -154,12 +155,13 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     Raises:
         ValueError: anything the user can put right, before any process starts.
     """
-    data_module(config)
-    _check_checkpoint(config["ckpt_path"])
-    weights = config["model"]["weights"]
-    if weights is not None and not Path(weights).is_dir():
-        raise ValueError(f"model.weights {weights!r} is not a folder; give that of a saved Hugging Face model")
     cluster, workload, plan = solve_config(config, ranks=ranks)
+    if plan.dtype == "float16":
+        lacking = ", ".join(d.type for d in cluster.devices if "bfloat16" not in d.dtypes) or "the configuration"
+        raise ValueError(
+            f"{lacking} asks for float16, and training in it needs loss scaling, which is not supported; leave those "
+            "devices out of the cluster, or set strategy.dtype=float32"
+        )
     target = None
     if missing_gpus(cluster):
         target = plan
@@ -168,6 +170,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     else:
         used = included_places(cluster, plan)
         cores = tuple(cluster.places[index].seat.cores for index in used)
+    _check_training(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
     job = Job(
@@ -204,10 +207,30 @@ def data_module(config: Config) -> HexiSeqDataModule:
     )
 
 
-def _check_checkpoint(path: str | None) -> None:
-    if path is not None and not (Path(path) / ".metadata").is_file():
-        found = "has no checkpoint in it" if Path(path).exists() else "does not exist"
-        raise ValueError(f"ckpt_path {path!r} {found}; name a folder such as RUN_DIR/checkpoints/step-30")
+def _check_training(config: Config) -> None:
+    """What every rank would find out for itself half a minute later: model, optimizer, documents, checkpoint."""
+    import torch
+
+    from hexiseq.models import build_model
+    from hexiseq.module import CausalLM
+
+    model = config["model"]
+    weights, path = model["weights"], config["ckpt_path"]
+    example = "name a folder such as RUN_DIR/checkpoints/step-30"
+    if weights is not None and not (isinstance(weights, str) and Path(weights).is_dir()):
+        raise ValueError(f"model.weights {weights!r} is not a folder; give that of a saved Hugging Face model")
+    if path is not None:
+        if not isinstance(path, str) or not Path(path).exists():
+            raise ValueError(f"ckpt_path {path!r} does not exist; {example}")
+        for part in (".metadata", "meta.pt"):
+            if not (Path(path) / part).is_file():
+                raise ValueError(f"ckpt_path {path!r} is no whole checkpoint: it lacks {part}; {example}")
+    CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=weights)
+    build_model(model["config"], torch.float32, seed=None)
+    data = data_module(config)
+    data.setup()
+    if data.vocab_size > (vocab := model["config"]["vocab_size"]):
+        raise ValueError(f"model.config.vocab_size {vocab} is smaller than the data's {data.vocab_size} tokens")
 
 
 def load(run_dir: Path) -> Job:
@@ -287,17 +310,25 @@ def _check(config: Config) -> None:
 
     whole("data.seq_len", config["data"]["seq_len"], 2)
     whole("seed", config["seed"], 0)
+    if config["seed"] >= 2**32:
+        raise ValueError(f"seed must be below 2^32, got {config['seed']}")
     for key, least in (("max_steps", 1), ("sequences", 1), ("accumulation", 1), ("validation_sequences", 0)):
         whole(f"trainer.{key}", trainer[key], least)
     for key in ("validate_every", "checkpoint_every"):
         if trainer[key] is not None:
             whole(f"trainer.{key}", trainer[key], 1)
     clip = trainer["gradient_clip"]
-    if clip is not None and not (isinstance(clip, (int, float)) and math.isfinite(clip) and clip > 0):
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool) and math.isfinite(clip)
+    if clip is not None and not (number and clip > 0):
         raise ValueError(f"trainer.gradient_clip must be a positive number or null, got {clip!r}")
     timeout = config["strategy"]["timeout_seconds"]
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"strategy.timeout_seconds must be a positive number, got {timeout!r}")
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= MOST_TIMEOUT_SECONDS:
+        raise ValueError(
+            f"strategy.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {timeout!r}"
+        )
+    for key in ("keep_parameters", "drop_devices"):
+        if not isinstance(config["strategy"][key], bool):
+            raise ValueError(f"strategy.{key} must be true or false, got {config['strategy'][key]!r}")
 
 
 def announce(job: Job) -> None:
@@ -316,9 +347,10 @@ def announce(job: Job) -> None:
 
 
 def last_metrics(run_dir: Path) -> dict[str, str]:
-    """The newest non-empty value of every column of a run's metrics.csv; empty without one."""
+    """The newest non-empty value of every column of a run's metrics.csv; without one, what its plan predicts."""
     path = run_dir / "metrics.csv"
     if not path.exists():
-        return {}
+        predicted = Plan.load(run_dir / "plan.json").predicted
+        return {"predicted_step_seconds": str(predicted.step_seconds)} if predicted else {}
     with path.open(newline="") as file:
         return {key: value for row in csv.DictReader(file) for key, value in row.items() if value}

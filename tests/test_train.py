@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,12 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
             ["trainer.max_steps must be an integer of at least 1, got 0"],
         ),
         (("+cluster=cpu_mixed", "data=text_dir", "data.path=empty"), 2, ["empty"]),
+        (("+cluster=cpu_mixed", "recipe.optimizer.lr=abc"), 2, ["optimizer lr must be a positive number, got 'abc'"]),
+        (("+cluster=cpu_mixed", "strategy.dtype=float16"), 2, ["float16", "loss scaling"]),
+        (("+cluster=cpu_mixed", "model.config.model_type=dance"), 2, ["dance"]),
+        (("+cluster=cpu_mixed", "model.config.vocab_size=10"), 2, ["vocab_size 10 is smaller"]),
+        (("+cluster=cpu_mixed", "seed=99999999999"), 2, ["seed must be below 2^32"]),
+        (("+cluster=cpu_mixed", "ckpt_path=empty"), 2, ["ckpt_path 'empty' is no whole checkpoint"]),
         (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["recipe.name 'dance' is not one of plan, pretrain"]),
     ],
 )
@@ -178,9 +185,17 @@ def test_training_on_uneven_ranks(call) -> None:
     assert (answer.run_dir / "checkpoints" / "step-2" / ".metadata").exists()
     assert all((answer.run_dir / "logs" / f"rank{rank}.log").exists() for rank in range(3))
     assert (answer.run_dir / "config.yaml").exists()
+    checkpoint = answer.run_dir / "checkpoints" / "step-2"
+    # A part of a checkpoint that has gone missing is named.
+    torn = shutil.copytree(checkpoint, answer.folder / "torn")
+    (torn / "__0_0.distcp").unlink()
+    refused = call("+cluster=cpu_even", *FEW_STEPS, f"ckpt_path={torn}")
+    assert refused.code == 2
+    assert "__0_0.distcp" in refused.err
+    assert "Traceback" not in refused.err
     # Another model must refuse this checkpoint, with the parameter's name.
     refused = call("+cluster=cpu_even", *FEW_STEPS, "model.config.hidden_size=144",
-                   f"ckpt_path={answer.run_dir / 'checkpoints' / 'step-2'}")  # fmt: skip
+                   f"ckpt_path={checkpoint}")  # fmt: skip
     assert refused.code == 2
     assert "is a checkpoint of another model" in refused.err
     assert "Traceback" not in refused.err
@@ -263,18 +278,9 @@ def test_torchrun_with_another_number_of_ranks_is_refused(tmp_path: Path) -> Non
     assert refused.stderr.count("the launcher started 2 ranks, cluster 'cpu_mixed' has 3 devices") == 1
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "+cluster=cpu_mixed", *FEW_STEPS, "trainer.max_steps=100000"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert any(line.startswith("step 2/") for line in process.stdout)
-    ranks = {}
+def ranks_of(parent: int) -> dict[int, int]:
+    """Process ids by rank of the ranks a ``train.py`` process started."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -282,9 +288,64 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"HEXISEQ_PARENT=%d" % process.pid in environment and b"recipes.pretrain" in command:
-                rank = next(int(item[5:]) for item in environment if item.startswith(b"RANK="))
-                ranks[rank] = int(entry.name)
+            if b"HEXISEQ_PARENT=%d" % parent in environment and b"recipes.pretrain" in command:
+                found[next(int(item[5:]) for item in environment if item.startswith(b"RANK="))] = int(entry.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_run_ends_all_of_it_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    process = endless_run(tmp_path)
+    ranks = ranks_of(process.pid)
+    assert sorted(ranks) == [0, 1, 2]
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"error: ended by {number.name}; all ranks have stopped" in err
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
+    process = endless_run(tmp_path, "strategy.timeout_seconds=15")
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[2], signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert time.monotonic() - stopped < 60
+    assert "rank 2 (cpu_half_core on local) failed or took longer than 15 s" in err
+    assert "SIGKILL" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def endless_run(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A run that has trained two steps and would go on."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            "+cluster=cpu_mixed",
+            *FEW_STEPS,
+            "trainer.max_steps=100000",
+            *arguments,
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step 2/") for line in process.stdout)
+    return process
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    process = endless_run(tmp_path)
+    ranks = ranks_of(process.pid)
     assert sorted(ranks) == [0, 1, 2]
     os.kill(ranks[1], signal.SIGKILL)
     killed = time.monotonic()

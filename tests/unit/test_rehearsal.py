@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from hexiseq import picture
 from hexiseq.cluster import device_from_config
@@ -47,6 +48,13 @@ def test_proportional_sums_and_stays_within_one(shares: list[int], total: int) -
     sizes = proportional(shares, total)
     assert sum(sizes) == total
     assert all(abs(size - share * total / sum(shares)) <= 1 for size, share in zip(sizes, shares, strict=True))
+
+
+@pytest.mark.parametrize("model", ["llama_3b", "llama_13b", "llama3_70b", "qwen3_8b"])
+def test_every_models_rehearsal_is_a_valid_config(model: str) -> None:
+    config = composed("+cluster=h100_a100", f"model={model}")
+    small = rehearse_model(config["model"]["config"], config["recipe"]["rehearsal"], 300)
+    assert AutoConfig.for_model(**small).num_attention_heads == config["model"]["config"]["num_attention_heads"]
 
 
 def test_model_keeps_its_heads() -> None:
