@@ -157,30 +157,37 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
 
 
 def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
-    """The one cause in the agent's report: a user error, else the rank that was killed, else the first to raise."""
-    reports = [json.loads(path.read_text()) for path in sorted(logs.glob("rank*.error"))]
-    for report in reports:
+    """The one cause in the agent's report: a user error, else a rank killed or hung, else the first to raise."""
+    reports = {int(path.stem.removeprefix("rank")): json.loads(path.read_text()) for path in logs.glob("rank*.error")}
+    for _, report in sorted(reports.items()):
         if report["user"]:
             return ValueError(report["message"])
-    # Ranks the agent ended are a consequence. A killed rank makes its peers fail too, sometimes milliseconds earlier
-    # by the clock: the signal is the cause. Unless a rank had failed long before: then the agent killed one that hung.
-    ended = [-signal.SIGTERM, ENDED_CODE]
-    if reports and time.time() - min(report["time"] for report in reports) >= SHUTDOWN_SECONDS:
-        ended.append(-signal.SIGKILL)
-    failures = error.failures.items()
-    failed, failure = min(
-        failures, key=lambda it: (it[1].exitcode in ended, it[1].exitcode >= 0, it[1].timestamp, it[0])
-    )
-    device = plan.devices[failed] if failed < plan.world_size else None
-    name = f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
-    log_file = logs / f"rank{failed}.log"
-    if failure.exitcode < 0:
+
+    def name(failed: int) -> str:
+        device = plan.devices[failed] if failed < plan.world_size else None
+        return f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
+
+    codes = {failed: failure.exitcode for failed, failure in error.failures.items()}
+    first = min(reports, key=lambda failed: reports[failed]["time"], default=None)
+    killed = [failed for failed, code in sorted(codes.items()) if code < 0 and code != -signal.SIGTERM]
+    # The agent asks the others to end, and kills who does not: a rank killed that late had hung.
+    if killed and first is not None and time.time() - reports[first]["time"] >= SHUTDOWN_SECONDS:
+        hung = ", ".join(map(name, killed))
         return RankFailed(
-            f"{name} was killed by {signal.Signals(-failure.exitcode).name}; the run has ended. Log: {log_file}"
+            f"{hung} did not answer within the timeout and had to be killed; {name(first)} gave up waiting: "
+            f"{reports[first]['message']}\nThe run has ended. Log: {logs / f'rank{killed[0]}.log'}"
         )
-    report_file = logs / f"rank{failed}.error"
-    what = json.loads(report_file.read_text())["message"] if report_file.exists() else f"exit code {failure.exitcode}"
-    return RankFailed(f"{name} failed: {what}\nThe run has ended. Log: {log_file}")
+    # A killed rank makes its peers fail too, sometimes milliseconds earlier by the clock: the signal is the cause.
+    if killed:
+        number = signal.Signals(-codes[killed[0]]).name
+        return RankFailed(
+            f"{name(killed[0])} was killed by {number}; the run has ended. Log: {logs / f'rank{killed[0]}.log'}"
+        )
+    # Ranks the agent ended are a consequence.
+    others = (failed for failed, code in codes.items() if code not in (-signal.SIGTERM, ENDED_CODE))
+    failed = first if first is not None else min(others, default=min(codes))
+    what = reports[failed]["message"] if failed in reports else f"exit code {codes[failed]}"
+    return RankFailed(f"{name(failed)} failed: {what}\nThe run has ended. Log: {logs / f'rank{failed}.log'}")
 
 
 def worker(main: Callable[[], None], run_dir: Path) -> None:

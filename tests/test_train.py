@@ -316,7 +316,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert time.monotonic() - stopped < 60
-    assert "rank 2 (cpu_half_core on local) failed or took longer than 15 s" in err
+    assert "rank 2 (cpu_half_core on local) did not answer within the timeout" in err
     assert "SIGKILL" not in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
