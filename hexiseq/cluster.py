@@ -7,16 +7,16 @@ bytes a second per direction. Rates are *achieved*, not datasheet, except `Devic
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hexiseq.plan import DTYPES
+from hexiseq.plan import DTYPES, KERNELS
 
-KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "cpu", "dense")
+CPU_KERNELS = ("cpu", "dense")
 VENDORS = ("nvidia", "amd", "cpu")
+LEAST, MOST = 1e-9, 1e15  # of any rate or size; beyond them times would be zero or infinite
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Device:
 
     def __post_init__(self) -> None:
         where = f"device type {self.type!r}"
+        for name in ("type", "source"):
+            _check_text(where, name, getattr(self, name))
+        for name in ("dtypes", "names"):
+            for item in _items(where, name, getattr(self, name), "texts"):
+                _check_text(where, name, item)
         for field in dataclasses.fields(self):
             if field.name.endswith(("_tflops", "_gb_per_s", "memory_gb")):
                 _check_positive(where, field.name, getattr(self, field.name))
@@ -66,6 +71,11 @@ class Device:
             raise ValueError(f"{where}: dtypes is empty; name at least one of {', '.join(DTYPES)}")
         for dtype in self.dtypes:
             _check_choice(where, "dtypes", dtype, tuple(DTYPES))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The attention kernels that can run on it."""
+        return CPU_KERNELS if self.vendor == "cpu" else tuple(kernel for kernel in KERNELS if kernel != "cpu")
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,7 @@ class Node:
         for name in ("intra_gb_per_s", "nics", "nic_gb_per_s"):
             _check_positive(where, name, getattr(self, name))
         for name in ("nics", "count"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{where}: {name} must be a positive integer, got {getattr(self, name)!r}")
+            _check_count(where, name, getattr(self, name))
 
     @property
     def network_gb_per_s(self) -> float:
@@ -203,50 +212,61 @@ class Cluster:
         Raises:
             ValueError: naming the key, its value and what is allowed.
         """
-        where = f"cluster {config.get('name', '?')!r}"
+        where = f"cluster {_name(config)!r}"
         _check_keys(where, config, required=("name", "gpus", "nodes"), optional=("links",))
+        if not isinstance(config["gpus"], Mapping):
+            raise ValueError(f"{where}: gpus must be a mapping of device types, got {config['gpus']!r}")
         catalogue = {name: _device(name, entry) for name, entry in config["gpus"].items()}
-        nodes = tuple(_node(where, entry, catalogue) for entry in config["nodes"])
+        entries = _items(where, "nodes", config["nodes"], "mappings")
+        nodes = tuple(_node(where, entry, catalogue) for entry in entries)
         links = []
-        for entry in config.get("links") or ():
+        for entry in _items(where, "links", config.get("links"), "mappings", optional=True):
             _check_keys(f"{where}: link", entry, required=("nodes", "gb_per_s"))
-            if len(entry["nodes"]) != 2:
-                raise ValueError(f"{where}: a link joins two nodes, got {list(entry['nodes'])}")
-            links.append(Link((str(entry["nodes"][0]), str(entry["nodes"][1])), entry["gb_per_s"]))
-        return Cluster(str(config["name"]), nodes, tuple(links))
+            ends = [_label(f"{where}: link", "nodes", end) for end in _items(f"{where}: link", "nodes", entry["nodes"],
+                                                                             "two node names")]  # fmt: skip
+            if len(ends) != 2:
+                raise ValueError(f"{where}: a link joins two nodes, got {ends}")
+            links.append(Link((ends[0], ends[1]), entry["gb_per_s"]))
+        return Cluster(_label(where, "name", config["name"]), nodes, tuple(links))
 
 
 def device_from_config(config: Mapping[str, Any]) -> Device:
     """One catalogue entry, as ``conf/gpu/*.yaml`` holds it."""
-    return _device(str(config.get("type", "?")), config)
+    return _device(_name(config, "type"), config)
 
 
-def _device(name: str, entry: Mapping[str, Any]) -> Device:
+def _device(name: Any, entry: Mapping[str, Any]) -> Device:
     fields = dataclasses.fields(Device)
     required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
     _check_keys(f"gpus.{name}", entry, required=required, optional=("names",))
-    tuples = {key: tuple(entry[key]) for key in ("dtypes", "names") if entry.get(key) is not None}
+    tuples = {key: _items(f"gpus.{name}", key, entry.get(key), "texts", optional=key == "names")
+              for key in ("dtypes", "names")}  # fmt: skip
     return Device(**{**entry, **tuples})
 
 
 def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device]) -> Node:
-    where = f"{where}: node {entry.get('name', '?')!r}"
+    where = f"{where}: node {_name(entry)!r}"
     required = ("name", "devices", "intra_gb_per_s", "nics", "nic_gb_per_s")
     _check_keys(where, entry, required=required, optional=("count",))
     seats: list[Seat] = []
-    for item in entry["devices"]:
+    for item in _items(where, "devices", entry["devices"], "mappings"):
         _check_keys(f"{where}: device", item, required=("type",), optional=("count", "cores"))
+        _check_text(f"{where}: device", "type", item["type"])
         if item["type"] not in catalogue:
             raise ValueError(
                 f"{where}: unknown device type {item['type']!r}; the cluster's gpus are {', '.join(sorted(catalogue))} "
                 "(add one with +gpu@cluster.gpus.NAME=NAME)"
             )
         count = item.get("count", 1)
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{where}: count of {item['type']} must be a positive integer, got {count!r}")
-        seats += [Seat(catalogue[item["type"]], tuple(item.get("cores") or ()))] * count
+        _check_count(where, f"count of {item['type']}", count)
+        cores = _items(f"{where}: device", "cores", item.get("cores"), "core numbers", optional=True)
+        if not all(isinstance(core, int) and not isinstance(core, bool) and core >= 0 for core in cores):
+            raise ValueError(
+                f"{where}: device {item['type']}: cores must be core numbers, integers from 0, got {list(cores)}"
+            )
+        seats += [Seat(catalogue[item["type"]], cores)] * count
     rest = {key: entry[key] for key in ("intra_gb_per_s", "nics", "nic_gb_per_s")}
-    return Node(str(entry["name"]), tuple(seats), **rest, count=entry.get("count", 1))
+    return Node(_label(where, "name", entry["name"]), tuple(seats), **rest, count=entry.get("count", 1))
 
 
 def _check_keys(where: str, entry: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
@@ -270,10 +290,45 @@ def _check_keys(where: str, entry: Any, required: Sequence[str], optional: Seque
         )
 
 
+def _name(entry: Any, key: str = "name") -> Any:
+    """What to call an entry in messages."""
+    return entry.get(key, "?") if isinstance(entry, Mapping) else "?"
+
+
+def _items(where: str, name: str, value: Any, what: str, *, optional: bool = False) -> tuple[Any, ...]:
+    """The items of a list; none for a null that is `optional`."""
+    if value is None and optional:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{where}: {name} must be a list of {what}, got {value!r}")
+    return tuple(value)
+
+
+def _label(where: str, name: str, value: Any) -> str:
+    """A name as text; YAML reads a bare number as an integer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    _check_text(where, name, value)
+    return str(value)
+
+
+def _check_text(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{where}: {name} must be a text that is not empty, got {value!r}")
+
+
+def _check_count(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}")
+
+
 def _check_positive(where: str, name: str, value: Any, *, zero: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{where}: {name} must be a {'non-negative' if zero else 'positive'} number, got {value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (LEAST <= value <= MOST or (zero and value == 0)):
+        raise ValueError(
+            f"{where}: {name} must be a {'non-negative' if zero else 'positive'} number"
+            f"{', 0 or' if zero else ','} {LEAST:g} to {MOST:g}, got {value!r}"
+        )
 
 
 def _check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:

@@ -39,18 +39,30 @@ class OutOfMemory(ValueError):
         rank: in the plan.
         lacking_gb: GB above the limit.
         fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
+        full_fits_seq_len: the same with ``recompute=full``; asked for only when nothing else fits.
     """
 
     def __init__(
-        self, problem: str, recompute: str, fits_seq_len: int, rank: int = -1, lacking_gb: float = math.nan
+        self,
+        problem: str,
+        recompute: str,
+        fits_seq_len: int,
+        rank: int = -1,
+        lacking_gb: float = math.nan,
+        full_fits_seq_len: int = 0,
     ) -> None:
         remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
-        if recompute != "full":
+        if recompute != "full" and fits_seq_len >= 2:
             remedies.append("recompute=full needs less")
-        if fits_seq_len < 2:
+        elif recompute != "full" and full_fits_seq_len >= 2:
+            remedies.append(
+                f"no sequence fits with recompute={recompute}, with recompute=full seq_len {full_fits_seq_len:,} would"
+            )
+        elif fits_seq_len < 2:
             remedies.append("no sequence fits beside the parameters: use more devices or a smaller model")
         super().__init__(f"{problem}; {'; '.join(remedies)}")
         self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
+        self.full_fits_seq_len = full_fits_seq_len
 
 
 @dataclass(frozen=True)
@@ -462,17 +474,39 @@ def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
     rank = int(lacking.argmax())
     if lacking[rank] <= 0:
         return
-    # All but the loss chunk scales with the length; setting one aside for good never promises too much.
-    chunk = min(LOSS_CHUNK_TOKENS, plan.seq_len) * workload.model.vocab * 8 / GB
-    scale = float(np.min((limit - fixed - chunk) / np.maximum(share, 1e-12)))
-    fits = max(0, math.floor(plan.seq_len * scale))
+    full_fits = 0
+    if (fits := _fitting_length(plan, workload, places)) < 2 and workload.recompute != "full":
+        full = dataclasses.replace(workload, recompute="full")
+        full_fits = _fitting_length(plan, full, places)
     place = places[rank]
     problem = (
         f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.1f} GB of "
         f"{limit[rank]:.1f} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.1f} GB too much, for "
         f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
     )
-    raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]))
+    raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]), full_fits)
+
+
+def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> int:
+    """A length at which the plan's split fits for certain, 0 when there is none; near the largest."""
+    fixed, share = _memory_parts(plan, workload, places)
+    free = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places]) - fixed
+    share = np.maximum(share / plan.seq_len, 1e-15)
+    # All but the loss chunk scales with the length; setting a whole one aside, or a row a token, never promises too
+    # much.
+    row = max(replica.sequences for replica in plan.replicas) * workload.model.vocab * 8 / GB
+    chunk = min(LOSS_CHUNK_TOKENS, plan.seq_len) * row
+    return max(0, math.floor(np.min((free - chunk) / share)), math.floor(np.min(free / (share + row))))
+
+
+def longest_length(workload: Workload, places: Sequence[Place]) -> int:
+    """A length no plan over all these devices exceeds; 0 when one of them cannot hold the parameters."""
+    model, size = workload.model, workload.element_bytes
+    kept, working = token_bytes(workload)
+    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    fixed = fixed_bytes(workload, len(places))
+    free = [(MEMORY_FRACTION * p.device.memory_gb - p.device.overhead_gb) * GB - fixed for p in places]
+    return 0 if min(free) < 0 else int(sum(free) / per_token)
 
 
 def check_workload(plan: Plan, workload: Workload) -> None:
@@ -494,7 +528,7 @@ def match_places(plan: Plan, cluster: Cluster) -> tuple[Place, ...]:
     """The place of each rank: the next free one of the same device type and node, by rank.
 
     Raises:
-        ValueError: the cluster has no (more) such device there.
+        ValueError: the cluster has no (more) such device there, or it cannot run the plan's kernel.
     """
     free: dict[tuple[str, str], list[Place]] = {}
     for place in cluster.places:
@@ -508,7 +542,13 @@ def match_places(plan: Plan, cluster: Cluster) -> tuple[Place, ...]:
                 f"the plan wants a {device.type} on node {device.node} for rank {rank}; cluster {cluster.name!r} has "
                 f"{there} there (its devices: {_inventory(cluster)})"
             )
-        found.append(places.pop(0))
+        place = places.pop(0)
+        if device.kernel not in place.device.kernels:
+            raise ValueError(
+                f"the plan wants kernel {device.kernel} for rank {rank}; its device, a {device.type} on node "
+                f"{device.node}, can run {', '.join(place.device.kernels)}"
+            )
+        found.append(place)
     return tuple(found)
 
 
@@ -630,6 +670,7 @@ __all__ = [
     "check_memory",
     "check_workload",
     "fragments",
+    "longest_length",
     "lower_bound",
     "match_places",
     "memory_gb",

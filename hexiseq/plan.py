@@ -11,8 +11,12 @@ is proportional to its tokens wherever it sits. See ``docs/plan-format.md``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ Interval = tuple[int, int]
 
 POLICIES = ("hexiseq", "ring", "ulysses", "usp", "manual")
 RECOMPUTE_MODES = ("none", "selective", "full")
+KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "cpu", "dense")
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -249,13 +254,8 @@ class Plan:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_dict`. Raises ValueError on a missing key, an unknown one or a wrong type."""
-        try:
-            return _from_dict(data)
-        except KeyError as error:
-            raise ValueError(f"plan: key {error} is missing") from None
-        except TypeError as error:
-            raise ValueError(f"plan: {error}") from None
+        """The inverse of `to_dict`. Raises ValueError with the path of a missing or unknown key or a wrong type."""
+        return _from_dict(data)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
@@ -426,37 +426,59 @@ def _from_dict(data: Mapping[str, Any]) -> Plan:
     version = data.pop("version", 1)
     if version != 1:
         raise ValueError(f"plan: version {version!r} is not known, only 1")
-    data["replicas"] = tuple(
-        Replica(
-            tuple(
-                Group(
-                    group["slots"],
-                    tuple(
-                        Shard(s["rank"], tuple((int(a), int(b)) for a, b in s["tokens"]), _pair(s["heads"]))
-                        for s in group["shards"]
-                    ),
-                )
-                for group in replica["groups"]
-            ),
-            replica["sequences"],
-        )
-        for replica in data["replicas"]
-    )
-    data["devices"] = tuple(RankDevice(**device) for device in data["devices"])
-    data["excluded"] = tuple(ExcludedDevice(**device) for device in data.get("excluded", ()))
-    data["rivals"] = tuple(Rival(**rival) for rival in data.get("rivals", ()))
-    if data.get("predicted"):
-        lists = ("memory_gb", "memory_limit_gb")
-        values: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in data["predicted"].items()}
-        data["predicted"] = Prediction(**values)
-    if data.get("bound"):
-        data["bound"] = Bound(**data["bound"])
-    return Plan(**data)
+    plan = _read(Plan, data, "")
+    # Plans made in code are checked where kernels are loaded, so that all ranks hear of it.
+    for rank, device in enumerate(plan.devices):
+        if device.kernel not in KERNELS:
+            raise ValueError(f"plan: devices[{rank}].kernel {device.kernel!r} is not one of {', '.join(KERNELS)}")
+    return plan
 
 
-def _pair(value: Sequence[int]) -> Interval:
-    first, last = value
-    return int(first), int(last)
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    """A value of a plan file as the type of its field; `path` names it in messages, empty for the plan itself."""
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, path)
+    arguments = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _read(arguments[0], value, path)
+    if kind == Interval:
+        if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_integer, value))):
+            raise ValueError(f"plan: {path} must be [start, end), two integers, got {value!r}")
+        return tuple(value)
+    if arguments:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"plan: {path} must be a list, got {value!r}")
+        return tuple(_read(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if kind is int and not _is_integer(value):
+        raise ValueError(f"plan: {path} must be an integer, got {value!r}")
+    if kind is float and not (_is_integer(value) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(f"plan: {path} must be a number, got {value!r}")
+    if kind is str and not isinstance(value, str):
+        raise ValueError(f"plan: {path} must be text, got {value!r}")
+    return value
+
+
+def _read_fields(kind: Any, value: Any, path: str) -> Any:
+    where = f"plan: {path}: " if path else "plan: "
+    fields = dataclasses.fields(kind)
+    known = ", ".join(field.name for field in fields)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}expected a mapping with {known}, got {value!r}")
+    for field in fields:
+        if field.name not in value and field.default is dataclasses.MISSING:
+            raise ValueError(f"{where}key {field.name!r} is missing")
+    hints = _hints(kind)
+    for key in value:
+        if key not in hints:
+            raise ValueError(f"{where}key {key!r} is not known; the keys are {known}")
+    return kind(**{key: _read(hints[key], item, f"{path}.{key}" if path else key) for key, item in value.items()})
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_scalars(plan: Plan) -> None:
@@ -468,16 +490,20 @@ def _check_scalars(plan: Plan) -> None:
     choose("exchange", plan.exchange, ("ring",))
     choose("recompute", plan.recompute, RECOMPUTE_MODES)
     choose("dtype", plan.dtype, tuple(DTYPES))
+    for name in ("memory_gb", "memory_limit_gb") if plan.predicted else ():
+        if (length := len(getattr(plan.predicted, name))) != plan.world_size:
+            raise ValueError(f"plan: predicted.{name} must have a number for each of {plan.world_size} devices, "
+                             f"got {length}")  # fmt: skip
     for name in ("seq_len", "num_heads", "num_kv_heads", "fusion"):
         value = getattr(plan, name)
-        if not isinstance(value, int) or value < 1:
+        if not _is_integer(value) or value < 1:
             raise ValueError(f"plan: {name} must be a positive integer, got {value!r}")
     if plan.num_heads % plan.num_kv_heads:
         raise ValueError(
             f"plan: {plan.num_heads} query heads are not a multiple of {plan.num_kv_heads} KV heads; "
             "every KV head must serve the same number of query heads"
         )
-    if not isinstance(plan.slot, int) or plan.slot < 2 or plan.slot % 2:
+    if not _is_integer(plan.slot) or plan.slot < 2 or plan.slot % 2:
         raise ValueError(f"plan: slot must be an even number of tokens, at least 2, got {plan.slot!r}")
 
 

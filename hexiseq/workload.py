@@ -36,6 +36,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         where = f"model {self.name!r}"
+        if not isinstance(self.name, str):
+            raise ValueError(f"model: name must be text, got {self.name!r}")
+        if not isinstance(self.tied_embeddings, bool):
+            raise ValueError(f"{where}: tied_embeddings must be true or false, got {self.tied_embeddings!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -64,14 +68,22 @@ class ModelShape:
     @staticmethod
     def from_hf_config(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
         """Read the shape from the keys of a Hugging Face decoder config. Raises ValueError on a missing key."""
+        if not isinstance(config, Mapping):
+            raise ValueError(f"model {name or '?'!r}: the config must be a mapping, got {config!r}")
         label = name or str(config.get("model_type", "?"))
         required = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         if missing := [key for key in required if config.get(key) is None]:
             raise ValueError(f"model {label!r}: the config lacks {', '.join(missing)}")
         heads = config["num_attention_heads"]
+        for key in ("num_attention_heads", "hidden_size"):
+            if not isinstance(config[key], int) or isinstance(config[key], bool) or config[key] < 1:
+                raise ValueError(f"model {label!r}: {key} must be a positive integer, got {config[key]!r}")
+        tied = config.get("tie_word_embeddings")
+        if tied is not None and not isinstance(tied, bool):
+            raise ValueError(f"model {label!r}: tie_word_embeddings must be true or false, got {tied!r}")
         kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
         if head_dim is None:
-            if not isinstance(heads, int) or heads < 1 or config["hidden_size"] % heads:
+            if config["hidden_size"] % heads:
                 raise ValueError(
                     f"model {label!r}: hidden_size {config['hidden_size']} is not a multiple of num_attention_heads "
                     f"{heads}; set head_dim"
@@ -86,7 +98,7 @@ class ModelShape:
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
             vocab=config["vocab_size"],
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(tied),
         )
 
 
@@ -109,6 +121,10 @@ class Workload:
     keep_parameters: bool
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelShape):
+            raise ValueError(f"workload: model must be a ModelShape, got {self.model!r}")
+        if not isinstance(self.keep_parameters, bool):
+            raise ValueError(f"workload: keep_parameters must be true or false, got {self.keep_parameters!r}")
         for name, least in (("seq_len", 2), ("sequences", 1), ("accumulation", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -49,6 +49,11 @@ def solve(
         raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if (policy == "manual") != (manual is not None):
         raise ValueError("policy manual and a plan go together: give strategy=manual strategy.plan=FILE")
+    most = workload.seq_len // 2 * 2
+    if slot is not None and not (isinstance(slot, int) and not isinstance(slot, bool) and 2 <= slot <= most
+                                 and slot % 2 == 0):  # fmt: skip
+        raise ValueError(f"strategy.slot must be an even number of tokens from 2 to seq_len, here {most}, or null, "
+                         f"got {slot!r}")  # fmt: skip
     _check_dtype(cluster, workload)
     plans: dict[str, Plan | ValueError] = {}
 
@@ -62,7 +67,7 @@ def solve(
 
     chosen = made(policy)
     if isinstance(chosen, OutOfMemory) and policy != "manual":
-        raise _explain(chosen, cluster, workload, policy)
+        raise _explain(chosen, cluster, workload, policy, drop_devices, slot)
     if isinstance(chosen, ValueError):
         raise chosen
     rows: tuple[Rival, ...] = ()
@@ -184,24 +189,62 @@ def _checked(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[
     return dataclasses.replace(plan, predicted=cost.predict(plan, cluster, workload, places))
 
 
-def _explain(error: OutOfMemory, cluster: Cluster, workload: Workload, policy: str) -> OutOfMemory:
-    """The error with the largest length this policy fits on the cluster, to a sixty-fourth of the one asked for."""
-    low, high = 0, 64
+def _explain(
+    error: OutOfMemory, cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None
+) -> OutOfMemory:
+    """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
+    fits, full_fits = _longest(cluster, workload, policy, drop_devices, slot), 0
+    if fits < 2 and workload.recompute != "full":
+        full = dataclasses.replace(workload, recompute="full")
+        full_fits = _longest(cluster, full, policy, drop_devices, slot)
+    return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits)
+
+
+def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None) -> int:
+    """Largest length of a fixed grid, a hundredth fine, that fits; 0 when none does."""
+    parts: list[Sequence[Place]] = [cluster.places]
+    if policy == "hexiseq" and drop_devices:
+        parts += _subsets(cluster)
+    limits = [(cost.longest_length(workload, places), places) for places in parts]
+
+    def length(index: int) -> int:
+        octave, step = divmod(index, 128)
+        found = (128 + step << octave) >> 7
+        return found // slot * slot if slot else found if found < 128 else found // 2 * 2
+
+    def fits(index: int) -> bool:
+        tokens = length(index)
+        if tokens < 2:
+            return False
+        shorter = dataclasses.replace(workload, seq_len=tokens)
+        for limit, places in limits:
+            if tokens > limit:
+                continue
+            try:
+                if policy != "hexiseq":
+                    _make(policy, cluster, shorter, None, False, slot)
+                elif Search(cluster, places, shorter, slot).run(refine=False) is None:
+                    continue
+            except ValueError:
+                continue
+            return True
+        return False
+
+    high = 0  # the first index that is too long
+    most = min(workload.seq_len, max(limit for limit, _ in limits))
+    while length(high) <= most and high < 128 * 64:
+        high += 128
+    high = next((index for index in range(max(0, high - 128), high + 1) if length(index) > most), high)
+    low, stride = high - 4, 4
+    while low >= 0 and length(low) >= 2 and not fits(low):
+        high, stride = low, 2 * stride
+        low -= stride
+    if low < 0 or length(low) < 2:
+        low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        length = max(2, workload.seq_len * middle // 64 // 2 * 2)
-        shorter = dataclasses.replace(workload, seq_len=length)
-        try:
-            if policy == "hexiseq":
-                fits = Search(cluster, cluster.places, shorter, None).run(refine=False) is not None
-            else:
-                _make(policy, cluster, shorter, None, False, None)
-                fits = True
-        except ValueError:
-            fits = False
-        low, high = (middle, high) if fits else (low, middle)
-    fits_seq_len = workload.seq_len * low // 64 // 2 * 2
-    return OutOfMemory(error.problem, workload.recompute, fits_seq_len, error.rank, error.lacking_gb)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return length(low) if low and length(low) >= 2 else 0
 
 
 def _row(name: str, found: Plan | ValueError) -> Rival:
