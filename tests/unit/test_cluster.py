@@ -85,3 +85,47 @@ def test_direct_construction():
     assert cluster.bandwidth_gb_per_s(*cluster.places) == 450
     with pytest.raises(ValueError, match="gb_per_s"):
         Link(("a", "b"), float("nan"))
+
+
+WRONG_TYPES = [
+    *((lambda c, v=v: c.update(nodes=v), f"nodes must be a list of mappings, got {v!r}") for v in (None, 5, "abc")),
+    (lambda c: c.update(nodes=[3]), r"node '\?': expected a mapping.*got 3"),
+    *((lambda c, v=v: c["nodes"][0].update(devices=v), f"devices must be a list.*{v}") for v in (None, 5)),
+    *((lambda c, v=v: c.update(gpus=v), "gpus must be a mapping") for v in (None, 5, [3], "abc")),
+    (lambda c: c.update(links=5), "links must be a list.*5"),
+    (lambda c: c["links"][0].update(nodes=5), "link: nodes must be a list of two node names, got 5"),
+    (lambda c: c["nodes"][0]["devices"][0].update(cores=5), "cores must be a list of core numbers, got 5"),
+    *((lambda c, v=v: c["nodes"][0]["devices"][0].update(cores=[v]), rf"cores must be core numbers.*\[{v!r}\]")
+      for v in ("a", 0.5, -1, True)),
+    (lambda c: c["nodes"][0]["devices"][0].update(type=["a"]), r"type must be a text.*\['a'\]"),
+    (lambda c: c["nodes"][0].update(count=True), "count must be a positive integer, got True"),
+    (lambda c: c["nodes"][0]["devices"][0].update(count=True), "count of h100_sxm must be.*got True"),
+    (lambda c: c["gpus"]["a100"].update(dtypes=5), "dtypes must be a list of texts, got 5"),
+    (lambda c: c["gpus"]["a100"].update(dtypes="float32"), "dtypes must be a list of texts, got 'float32'"),
+    (lambda c: c["gpus"]["a100"].update(names=5), "names must be a list of texts, got 5"),
+    *((lambda c, v=v: c["gpus"]["a100"].update(type=v), "type must be a text") for v in (None, 5, [])),
+    (lambda c: c["gpus"]["a100"].update(gemm_tflops=1e-30), "gemm_tflops must be a positive number.*1e-30"),
+    (lambda c: c["gpus"]["a100"].update(gemm_tflops=10**400), "gemm_tflops must be a positive number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(WRONG_TYPES)))
+def test_wrong_types_are_named(index):
+    edit, message = WRONG_TYPES[index]
+    config = copy.deepcopy(CONFIG)
+    edit(config)
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_config(config)
+
+
+@pytest.mark.parametrize("config", [5, "abc", None])
+def test_no_mapping_at_all(config):
+    with pytest.raises(ValueError, match="expected a mapping"):
+        Cluster.from_config(config)
+    with pytest.raises(ValueError, match="expected a mapping"):
+        device_from_config(config)
+
+
+def test_devices_say_which_kernels_they_run():
+    assert device_from_config({**GPU, "vendor": "cpu", "kernel": "cpu"}).kernels == ("cpu", "dense")
+    assert device_from_config(GPU).kernels == ("torch_flash", "torch_efficient", "flash_attn2", "dense")

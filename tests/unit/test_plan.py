@@ -91,6 +91,23 @@ BROKEN = {
     "missing key": (lambda d, g: d.pop("seq_len"), "seq_len"),
     "missing shard key": (lambda d, g: g[0]["shards"][0].pop("heads"), "'heads' is missing"),
     "unknown key": (lambda d, g: d.update(colour="red"), "colour"),
+    "heads of text": (
+        lambda d, g: g[1]["shards"][0].update(heads=["0", "9"]),
+        r"replicas\[0\]\.groups\[1\]\.shards\[0\]\.heads must be \[start, end\), two integers, got \['0', '9'\]"),
+    "one head": (lambda d, g: g[1]["shards"][0].update(heads=5), r"shards\[0\]\.heads must be \[start, end\).*got 5"),
+    "tokens that are no ranges": (
+        lambda d, g: g[1]["shards"][0].update(tokens=[20, 44]), r"tokens\[0\] must be \[start, end\).*got 20"),
+    "rank of text": (lambda d, g: g[1]["shards"][0].update(rank="2"), r"shards\[0\]\.rank must be an integer, got '2'"),
+    "fractional slots": (lambda d, g: g[1].update(slots=3.0), r"groups\[1\]\.slots must be an integer, got 3\.0"),
+    "true for a number": (lambda d, g: d.update(fusion=True), "fusion must be an integer, got True"),
+    "no list": (lambda d, g: d.update(replicas=5), "plan: replicas must be a list, got 5"),
+    "prediction of a number": (lambda d, g: d.update(predicted=5), "plan: predicted: expected a mapping.*got 5"),
+    "short prediction": (lambda d, g: d["predicted"].update(memory_gb=[1.0]), r"predicted\.memory_gb must have.*got 1"),
+    "gap of text": (lambda d, g: d.update(gap="x"), "plan: gap must be a number, got 'x'"),
+    "missing bound": (lambda d, g: d["bound"].clear(), "plan: bound: key 'step_seconds' is missing"),
+    "unknown device key": (
+        lambda d, g: d["devices"][1].update(colour=1), r"plan: devices\[1\]: key 'colour' is not known; the keys are"),
+    "unknown kernel": (lambda d, g: d["devices"][1].update(kernel="magic"), r"devices\[1\]\.kernel 'magic' is not one"),
     "new version": (lambda d, g: d.update(version=2), "version 2 is not known"),
 }  # fmt: skip
 

@@ -443,3 +443,43 @@ def test_sixteen_devices_are_solved_fast():
     plan = solve(mixed(8), job(seq_len=524288))
     assert time.process_time() - start < 2.0  # 0.4 s on an idle core
     assert plan.gap < 0.05
+
+
+@pytest.mark.parametrize("slot", ["x", 2.0, True, 0, 3, -2, 1_000_000_000])
+def test_slots_are_checked_at_once(slot):
+    with pytest.raises(ValueError, match=r"strategy\.slot must be an even number .* 4096, .*got"):
+        solve(CPU_MIXED, small_job(), slot=slot)
+
+
+@pytest.mark.parametrize("policy", ["hexiseq", "ring", "usp"])
+def test_what_would_fit_does_not_depend_on_the_request(policy):
+    found = []
+    for seq_len in (1_000_000, 5_000_000, 50_000_000):
+        start = time.process_time()
+        with pytest.raises(OutOfMemory, match="would fit") as caught:
+            solve(mixed(), job(seq_len=seq_len), policy, rivals=False)
+        assert time.process_time() - start < 2.0  # 0.7 s on an idle core
+        found.append(caught.value.fits_seq_len)
+    assert max(found) <= 1.02 * min(found)
+    solve(mixed(), job(seq_len=min(found)), policy, rivals=False)
+    with pytest.raises(OutOfMemory):
+        solve(mixed(), job(seq_len=int(1.02 * max(found)) // 2 * 2), policy, rivals=False)
+
+
+def test_recompute_is_no_remedy_where_nothing_fits():
+    one = Cluster("one", (Node("n", (Seat(A100),), 1, 1, 1),))
+    with pytest.raises(OutOfMemory, match="no sequence fits") as caught:
+        solve(one, job(seq_len=4096), rivals=False)
+    assert "recompute" not in str(caught.value)
+
+
+def test_manual_plans_want_kernels_their_devices_run():
+    for cluster, work, kernel in ((mixed(), job(seq_len=65536), "cpu"), (CPU_MIXED, small_job(), "torch_flash")):
+        plan = solve(cluster, work, rivals=False, drop_devices=False)
+
+        def manual(kernel, plan=plan):
+            return dataclasses.replace(plan, devices=tuple(dataclasses.replace(d, kernel=kernel) for d in plan.devices))
+
+        with pytest.raises(ValueError, match=f"wants kernel {kernel} for rank 0; its device, a .* can run .*dense"):
+            solve(cluster, work, "manual", manual=manual(kernel), rivals=False)
+        solve(cluster, work, "manual", manual=manual("dense"), rivals=False)

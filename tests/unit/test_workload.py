@@ -61,3 +61,23 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(work, **change)
+
+
+def test_wrong_types_are_named():
+    config = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2,
+              "vocab_size": 8}  # fmt: skip
+    for changed, message in (
+        (5, "the config must be a mapping, got 5"),
+        ({**config, "hidden_size": "x"}, "hidden_size must be a positive integer, got 'x'"),
+        ({**config, "num_attention_heads": [2]}, r"num_attention_heads must be a positive integer, got \[2\]"),
+        ({**config, "tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelShape.from_hf_config(changed, "m")
+    work = Workload(LLAMA3_8B, 1024, "bfloat16", "selective", 1, 1, False)
+    with pytest.raises(ValueError, match="model must be a ModelShape, got 5"):
+        dataclasses.replace(work, model=5)
+    with pytest.raises(ValueError, match="keep_parameters must be true or false, got 1"):
+        dataclasses.replace(work, keep_parameters=1)
+    with pytest.raises(ValueError, match="tied_embeddings"):
+        dataclasses.replace(LLAMA3_8B, tied_embeddings=1)
