@@ -63,12 +63,12 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         (
             (*H100_A100, "cluster.gpus.h100_sxm.memory_gb=0"),
             2,
-            ["'h100_sxm'", "memory_gb must be a positive number, got 0"],
+            ["'h100_sxm'", "memory_gb must be a positive number", "got 0"],
         ),
         (
             (*H100_A100, "cluster.nodes.1.nic_gb_per_s=-25"),
             2,
-            ["'a100'", "nic_gb_per_s must be a positive number, got -25"],
+            ["'a100'", "nic_gb_per_s must be a positive number", "got -25"],
         ),
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
         ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
