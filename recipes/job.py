@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hexiseq.cluster import Cluster, device_from_config
-from hexiseq.cost import predict
+from hexiseq.cost import match_places, predict
 from hexiseq.plan import DTYPES, Plan, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.schedule import solve
@@ -168,8 +168,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         config, plan = _rehearse(config, workload, plan)
         cores: tuple[tuple[int, ...], ...] = ((),) * plan.world_size
     else:
-        used = included_places(cluster, plan)
-        cores = tuple(cluster.places[index].seat.cores for index in used)
+        cores = tuple(place.seat.cores for place in match_places(plan, cluster))
     _check_training(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
@@ -236,17 +235,6 @@ def _check_training(config: Config) -> None:
 def load(run_dir: Path) -> Job:
     """The job `prepare` wrote to a run folder."""
     return Job.from_dict(json.loads((run_dir / "job.json").read_text()))
-
-
-def included_places(cluster: Cluster, plan: Plan) -> list[int]:
-    """Index of the cluster's device each rank sits on: devices left out are skipped, by type and node."""
-    free = {place.index: (place.device.type, place.node_name) for place in cluster.places}
-    chosen = []
-    for device in plan.devices:
-        index = next(i for i, key in free.items() if key == (device.type, device.node))
-        del free[index]
-        chosen.append(index)
-    return chosen
 
 
 def missing_gpus(cluster: Cluster) -> bool:
