@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from hexiseq.attention import kernels
-from hexiseq.attention.kernels import cpu, dense, flash_attn2, torch_efficient, torch_flash
+from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL, FULL, cpu, dense, flash_attn2, torch_efficient, torch_flash
 from hexiseq.attention.op import _merge
 
-# (query rows, key rows, causal, query heads, KV heads)
-CALLS = [(7, 7, True, 4, 4), (7, 7, True, 6, 2), (5, 9, False, 6, 2), (9, 5, False, 3, 1), (40, 33, False, 2, 2)]
+# (query rows, key rows, mask, query heads, KV heads)
+CALLS = [
+    (7, 7, CAUSAL, 4, 4), (7, 7, CAUSAL, 6, 2), (5, 9, FULL, 6, 2), (9, 5, FULL, 3, 1), (40, 33, FULL, 2, 2),
+    (9, 9, ANTICAUSAL, 6, 2), (33, 33, ANTICAUSAL, 2, 2),
+]  # fmt: skip
 
 
 def make(sq, sk, h, k, dtype=torch.float64, seed=0):
@@ -24,36 +27,36 @@ def make(sq, sk, h, k, dtype=torch.float64, seed=0):
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).permute(1, 2, 0, 3) for s in shapes]
 
 
-def autograd(q, k, v, dout, causal, scale):
+def autograd(q, k, v, dout, mask, scale):
     """out, lse, dq, dk, dv from the definition, gradients by autograd."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     ratio = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(ratio, 1).mT * scale
-    if causal:
-        scores = scores + torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype).triu(1)
+    minus = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype)
+    scores = scores + {FULL: 0, CAUSAL: minus.triu(1), ANTICAUSAL: minus.tril(-1)}[mask]
     out = scores.softmax(-1) @ v.repeat_interleave(ratio, 1)
     return [out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def results(kernel, q, k, v, dout, causal, scale):
-    out, lse = kernel.forward(q, k, v, causal, scale)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, causal, scale)]
+def results(kernel, q, k, v, dout, mask, scale):
+    out, lse = kernel.forward(q, k, v, mask, scale)
+    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, mask, scale)]
 
 
 @pytest.mark.parametrize("kernel", [cpu, dense])
 @pytest.mark.parametrize("call", CALLS)
 def test_kernel_equals_definition(kernel, call):
-    sq, sk, causal, h, k = call
+    sq, sk, mask, h, k = call
     inputs = make(sq, sk, h, k)
-    for found, expected in zip(results(kernel, *inputs, causal, 0.3), autograd(*inputs, causal, 0.3), strict=True):
+    for found, expected in zip(results(kernel, *inputs, mask, 0.3), autograd(*inputs, mask, 0.3), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dense_rounds_its_results_only(dtype):
     inputs = make(7, 7, 6, 2, dtype)
-    expected = autograd(*(t.double() for t in inputs), True, 0.3)
-    found = results(dense, *inputs, True, 0.3)
+    expected = autograd(*(t.double() for t in inputs), CAUSAL, 0.3)
+    found = results(dense, *inputs, CAUSAL, 0.3)
     assert found[0].dtype == found[2].dtype == dtype
     assert found[1].dtype == torch.float32
     torch.testing.assert_close(found[0], expected[0].to(dtype), rtol=0, atol=0)
@@ -63,12 +66,12 @@ def test_dense_rounds_its_results_only(dtype):
 def test_parts_of_the_keys_with_global_out_and_lse_sum_to_the_whole(kernel):
     """What the ring relies on: backward of a part of the keys takes out and lse of all of them."""
     q, k, v, dout = make(6, 10, 4, 2)
-    out, lse, dq, dk, _ = autograd(q, k, v, dout, False, 0.3)
+    out, lse, dq, dk, _ = autograd(q, k, v, dout, FULL, 0.3)
     merged, merged_lse, found_dq, found_dk = torch.empty_like(out), torch.empty_like(lse), 0, []
     for i, part in enumerate((slice(0, 3), slice(3, 10))):
-        part_out, part_lse = kernel.forward(q, k[:, :, part], v[:, :, part], False, 0.3)
+        part_out, part_lse = kernel.forward(q, k[:, :, part], v[:, :, part], FULL, 0.3)
         _merge(merged, merged_lse, part_out, part_lse, first=i == 0)
-        a, b, _ = kernel.backward(dout, q, k[:, :, part], v[:, :, part], out, lse, False, 0.3)
+        a, b, _ = kernel.backward(dout, q, k[:, :, part], v[:, :, part], out, lse, FULL, 0.3)
         found_dq, found_dk = found_dq + a, [*found_dk, b]
     torch.testing.assert_close(merged, out, rtol=0, atol=1e-13)
     torch.testing.assert_close(merged_lse, lse, rtol=0, atol=1e-13)
@@ -113,7 +116,7 @@ def test_unknown_and_unusable_names():
 
 def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     assert (dropout_p, return_debug_mask) == (0.0, False)
-    out, lse = dense.forward(query, key, value, is_causal, scale)
+    out, lse = dense.forward(query, key, value, CAUSAL if is_causal else FULL, scale)
     return out, lse.contiguous(), None, None, query.shape[2], key.shape[2], torch.empty(2), torch.empty(()), None
 
 
@@ -124,13 +127,13 @@ def flash_backward(
     assert (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p) == (None, None, query.shape[2], key.shape[2], 0.0)
     assert philox_seed.dtype == philox_offset.dtype == torch.uint64
     assert logsumexp.is_contiguous()
-    return dense.backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    return dense.backward(grad_out, query, key, value, out, logsumexp, CAUSAL if is_causal else FULL, scale)
 
 
 def efficient_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
     assert (attn_bias, compute_log_sumexp, dropout_p) == (None, True, 0.0)
     assert key.shape[1] == query.shape[1], "it takes no fewer KV heads than query heads"
-    out, lse = dense.forward(query, key, value, is_causal, scale)
+    out, lse = dense.forward(query, key, value, CAUSAL if is_causal else FULL, scale)
     padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), torch.nan, dtype=lse.dtype)
     padded[:, :, : lse.shape[2]] = lse
     return out, padded, torch.empty(()), torch.empty(())
@@ -145,7 +148,11 @@ def efficient_backward(
     assert logsumexp.shape[2] % 32 == 0
     assert logsumexp[:, :, query.shape[2] :].eq(torch.inf).all()
     lse = logsumexp[:, :, : query.shape[2]]
-    return *dense.backward(grad_out_, query, key, value, out, lse, is_causal, scale), None
+    return *dense.backward(grad_out_, query, key, value, out, lse, CAUSAL if is_causal else FULL, scale), None
+
+
+def fa2_mask(causal, left, right):
+    return {(True, -1, -1): CAUSAL, (False, -1, -1): FULL, (False, 0, -1): ANTICAUSAL}[causal, left, right]
 
 
 def fa2_forward(
@@ -161,10 +168,12 @@ def fa2_forward(
     alibi_slopes,
     return_softmax,
 ):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert (dropout_p, softcap) == (0.0, 0.0)
     assert alibi_slopes is None
     assert not return_softmax
-    out, lse = dense.forward(*(t.transpose(1, 2) for t in (q, k, v)), causal, softmax_scale)
+    out, lse = dense.forward(
+        *(t.transpose(1, 2) for t in (q, k, v)), fa2_mask(causal, window_size_left, window_size_right), softmax_scale
+    )
     return out.transpose(1, 2), lse, None, torch.empty(2)
 
 
@@ -172,9 +181,14 @@ def fa2_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    assert (dropout_p, window_size_left, window_size_right, softcap, deterministic) == (0.0, -1, -1, 0.0, False)
+    assert (dropout_p, softcap, deterministic) == (0.0, 0.0, False)
     assert softmax_lse.is_contiguous()
-    grads = dense.backward(*(t.transpose(1, 2) for t in (dout, q, k, v, out)), softmax_lse, causal, softmax_scale)
+    grads = dense.backward(
+        *(t.transpose(1, 2) for t in (dout, q, k, v, out)),
+        softmax_lse,
+        fa2_mask(causal, window_size_left, window_size_right),
+        softmax_scale,
+    )
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad.transpose(1, 2))
 
@@ -198,11 +212,11 @@ def test_cuda_adapters_call_their_functions_rightly(call, monkeypatch, fake_flas
     monkeypatch.setattr(torch_flash, "_backward", flash_backward)
     monkeypatch.setattr(torch_efficient, "_forward", efficient_forward)
     monkeypatch.setattr(torch_efficient, "_backward", efficient_backward)
-    sq, sk, causal, h, k = call
+    sq, sk, mask, h, k = call
     inputs = make(sq, sk, h, k)
-    expected = autograd(*inputs, causal, 0.3)
+    expected = autograd(*inputs, mask, 0.3)
     for kernel in (torch_flash, torch_efficient, flash_attn2):
-        for found, right in zip(results(kernel, *inputs, causal, 0.3), expected, strict=True):
+        for found, right in zip(results(kernel, *inputs, mask, 0.3), expected, strict=True):
             assert found.shape == right.shape
             # The efficient adapter sums repeated KV heads in float32.
             torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-13 if h == k else 1e-6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL, FULL
+
 DEVICE = None
 
 
@@ -12,18 +14,18 @@ def unusable() -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp() @ _repeat(v, q)
     return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     do, ratio = dout.double(), q.shape[1] // k.shape[1]
-    p = (_scores(q, k, causal, scale) - lse.double()[..., None]).exp()
+    p = (_scores(q, k, mask, scale) - lse.double()[..., None]).exp()
     delta = (do * out.double()).sum(-1, keepdim=True)
     ds = p * (do @ _repeat(v, q).mT - delta) * scale
     dq, dk, dv = ds @ _repeat(k, q), ds.mT @ q.double(), p.mT @ do
@@ -35,8 +37,9 @@ def _repeat(kv: Tensor, q: Tensor) -> Tensor:
     return kv.double().repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: str, scale: float) -> Tensor:
     scores = q.double() @ _repeat(k, q).mT * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores
+    if mask == FULL:
+        return scores
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
+    return scores.masked_fill({CAUSAL: hidden.triu(1), ANTICAUSAL: hidden.tril(-1)}[mask], -torch.inf)

@@ -8,6 +8,8 @@ import inspect
 import torch
 from torch import Tensor
 
+from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL
+
 DEVICE = "cuda"
 _FORWARD = ("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right",
             "softcap", "alibi_slopes", "return_softmax")  # fmt: skip
@@ -34,16 +36,16 @@ def unusable() -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, mask == CAUSAL, *_window(mask), 0.0, None, False)
     return out.transpose(1, 2), lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
@@ -51,9 +53,29 @@ def backward(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     deterministic = torch.are_deterministic_algorithms_enabled()
     _flash_attn_backward(
-        dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, -1, -1, 0.0, None, deterministic
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        dq,
+        dk,
+        dv,
+        0.0,
+        scale,
+        mask == CAUSAL,
+        *_window(mask),
+        0.0,
+        None,
+        deterministic,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _window(mask: str) -> tuple[int, int]:
+    """How many keys left and right of its own a query sees, -1 for all."""
+    return (0, -1) if mask == ANTICAUSAL else (-1, -1)
 
 
 def _parameters(function) -> tuple[str, ...]:

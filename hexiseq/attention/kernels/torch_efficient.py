@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL, reverse
+
 DEVICE = "cuda"
 _forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
@@ -15,22 +17,26 @@ def unusable() -> str | None:
     return None if torch.cuda.is_available() else "it needs a CUDA device and there is none"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float) -> tuple[Tensor, Tensor]:
+    if mask == ANTICAUSAL:
+        return reverse(*forward(*reverse(q, k, v), CAUSAL, scale))
     ratio = q.shape[1] // k.shape[1]
-    out, lse, *_ = _forward(q, _repeat(k, ratio), _repeat(v, ratio), None, True, 0.0, causal, scale=scale)
+    out, lse, *_ = _forward(q, _repeat(k, ratio), _repeat(v, ratio), None, True, 0.0, mask == CAUSAL, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if mask == ANTICAUSAL:
+        return reverse(*backward(*reverse(dout, q, k, v, out, lse), CAUSAL, scale))
     ratio = q.shape[1] // k.shape[1]
     # The kernel reads lse in whole tiles; +inf makes the rows past the end contribute nothing.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf).contiguous()
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = _backward(
         dout, q, _repeat(k, ratio), _repeat(v, ratio), None, out, padded, seed, seed, 0.0,
-        [True, True, True, False], causal, scale=scale,
+        [True, True, True, False], mask == CAUSAL, scale=scale,
     )  # fmt: skip
     return dq, _fold(dk, ratio), _fold(dv, ratio)
 
