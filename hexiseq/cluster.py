@@ -14,7 +14,7 @@ from typing import Any
 
 from hexiseq.plan import DTYPES, KERNELS
 
-CPU_KERNELS = ("cpu", "dense")
+CPU_KERNELS = ("cpu", "dense", "auto")
 VENDORS = ("nvidia", "amd", "cpu")
 LEAST, MOST = 1e-9, 1e15  # of any rate or size; beyond them times would be zero or infinite
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import types
@@ -28,7 +29,9 @@ Interval = tuple[int, int]
 
 POLICIES = ("hexiseq", "ring", "ulysses", "usp", "manual")
 RECOMPUTE_MODES = ("none", "selective", "full")
-KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "cpu", "dense")
+EXCHANGES = ("ring", "allgather")
+# auto: each rank takes the best its device and installation can run, and logs why.
+KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "flash_attn3", "cpu", "dense", "auto")
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -152,7 +155,7 @@ class Plan:
         slot: ring transfer unit in tokens, even; a mirrored pair of half-slots. The outermost back half-slot is short
             when `seq_len` does not divide.
         fusion: consecutive ring slots fused into one kernel call; part of the plan so that results repeat.
-        exchange: how KV crosses groups; ``ring``.
+        exchange: how KV crosses groups, one of `EXCHANGES`: slot by slot from group to group, or all at one time.
         recompute: one of `RECOMPUTE_MODES`, the same on all ranks: it decides which collectives run.
         dtype: one of `DTYPES`, of parameters in compute and of activations.
         devices: per rank.
@@ -284,6 +287,50 @@ def kv_heads(heads: Interval, gqa_ratio: int) -> Interval:
     """KV heads that query heads ``[h0, h1)`` attend with: ``[h0 // G, ceil(h1 / G))``, empty for an empty range."""
     first, last = heads
     return (first // gqa_ratio, -(-last // gqa_ratio)) if last > first else (first // gqa_ratio,) * 2
+
+
+@functools.lru_cache(maxsize=65536)
+def fragments(heads: Interval, gqa_ratio: int) -> tuple[tuple[Interval, Interval], ...]:
+    """Cut query heads into at most three runs that use their KV heads in a whole ratio: a kernel call each.
+
+    The left part of a cut KV group, whole groups, the right part. Kernels take the ratio from the shapes: ``[1, 7)``
+    with ratio 3 (two, three and one query head on KV heads 0, 1, 2) would pass their divisibility check and be
+    silently wrong.
+
+    Returns:
+        Per run its query heads and its KV heads, as ranges within those of `heads`.
+    """
+    h0, h1 = heads
+    if h1 <= h0:
+        return ()
+    k0 = kv_heads(heads, gqa_ratio)[0]
+    first_whole, last_whole = -(-h0 // gqa_ratio) * gqa_ratio, h1 // gqa_ratio * gqa_ratio
+    cuts = sorted({h0, h1, *(edge for edge in (first_whole, last_whole) if h0 < edge < h1)})
+    return tuple(
+        ((a - h0, b - h0), (a // gqa_ratio - k0, -(-b // gqa_ratio) - k0)) for a, b in itertools.pairwise(cuts)
+    )
+
+
+def claims(held: Sequence[Interval]) -> list[Interval]:
+    """KV heads of each member of a group that no earlier member holds: it speaks for the group on these.
+
+    Args:
+        held: KV heads of the members, in member order.
+    """
+    found, end = [], 0
+    for first, last in held:
+        found.append((max(first, end), max(last, end)))
+        end = max(end, last)
+    return found
+
+
+def fusion_width(fusion: int, slots: int) -> int:
+    """Slots a group of `slots` own slots fuses into one kernel call when the plan asks for `fusion`.
+
+    A receive is posted ``slots`` ticks ahead, so a wider call would wait for a slot its neighbour only sends after it.
+    One tick of the window is left for the transfer itself.
+    """
+    return max(1, min(fusion, slots - 1))
 
 
 def short_tokens(seq_len: int, slot: int, slots: int) -> int:
@@ -426,12 +473,7 @@ def _from_dict(data: Mapping[str, Any]) -> Plan:
     version = data.pop("version", 1)
     if version != 1:
         raise ValueError(f"plan: version {version!r} is not known, only 1")
-    plan = _read(Plan, data, "")
-    # Plans made in code are checked where kernels are loaded, so that all ranks hear of it.
-    for rank, device in enumerate(plan.devices):
-        if device.kernel not in KERNELS:
-            raise ValueError(f"plan: devices[{rank}].kernel {device.kernel!r} is not one of {', '.join(KERNELS)}")
-    return plan
+    return _read(Plan, data, "")
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -487,9 +529,11 @@ def _check_scalars(plan: Plan) -> None:
             raise ValueError(f"plan: {name} {value!r} is not one of {', '.join(choices)}")
 
     choose("policy", plan.policy, POLICIES)
-    choose("exchange", plan.exchange, ("ring",))
+    choose("exchange", plan.exchange, EXCHANGES)
     choose("recompute", plan.recompute, RECOMPUTE_MODES)
     choose("dtype", plan.dtype, tuple(DTYPES))
+    for rank, device in enumerate(plan.devices):
+        choose(f"devices[{rank}].kernel", device.kernel, KERNELS)
     for name in ("memory_gb", "memory_limit_gb") if plan.predicted else ():
         if (length := len(getattr(plan.predicted, name))) != plan.world_size:
             raise ValueError(f"plan: predicted.{name} must have a number for each of {plan.world_size} devices, "

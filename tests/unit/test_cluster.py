@@ -127,5 +127,7 @@ def test_no_mapping_at_all(config):
 
 
 def test_devices_say_which_kernels_they_run():
-    assert device_from_config({**GPU, "vendor": "cpu", "kernel": "cpu"}).kernels == ("cpu", "dense")
-    assert device_from_config(GPU).kernels == ("torch_flash", "torch_efficient", "flash_attn2", "dense")
+    assert device_from_config({**GPU, "vendor": "cpu", "kernel": "cpu"}).kernels == ("cpu", "dense", "auto")
+    assert device_from_config(GPU).kernels == (
+        "torch_flash", "torch_efficient", "flash_attn2", "flash_attn3", "dense", "auto",
+    )  # fmt: skip

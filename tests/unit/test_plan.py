@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexiseq.plan import (
+    EXCHANGES,
     Bound,
     ExcludedDevice,
     Plan,
@@ -17,8 +18,11 @@ from hexiseq.plan import (
     RankDevice,
     Rival,
     align,
+    claims,
     cut,
     fits_slots,
+    fragments,
+    fusion_width,
     group_intervals,
     kv_heads,
     make_replica,
@@ -85,6 +89,7 @@ BROKEN = {
     "no sequences": (lambda d, g: d["replicas"][0].update(sequences=0), "0 sequences"),
     "unknown policy": (lambda d, g: d.update(policy="best"), "'best' is not one of hexiseq"),
     "unknown recompute": (lambda d, g: d.update(recompute="some"), "recompute 'some'"),
+    "unknown exchange": (lambda d, g: d.update(exchange="mail"), "exchange 'mail' is not one of ring, allgather"),
     "unknown dtype": (lambda d, g: d.update(dtype="int8"), "dtype 'int8'"),
     "uneven groups of heads": (lambda d, g: d.update(num_kv_heads=4), "not a multiple of 4 KV heads"),
     "no fusion": (lambda d, g: d.update(fusion=0), "fusion must be a positive integer"),
@@ -125,6 +130,38 @@ def test_zero_tokens_and_zero_heads_are_legal():
     plan = Plan("manual", 64, 4, 2, 16, 1, "ring", "none", "float32", (replica,), devices)
     assert plan.shard(0).tokens == ()
     assert plan.shard(1).num_heads == 0
+
+
+def test_plans_made_in_code_are_checked_for_kernels():
+    odd = (*example().devices[:2], RankDevice("a100", "b", "magic"))
+    with pytest.raises(ValueError, match=r"devices\[2\]\.kernel 'magic' is not one of torch_flash, .*, auto"):
+        example(devices=odd)
+    assert {example(exchange=exchange).exchange for exchange in EXCHANGES} == {"ring", "allgather"}
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 8])
+def test_fragments_are_whole_ratios_of_the_right_heads(ratio):
+    for first in range(17):
+        for last in range(first, 17):
+            made, k0 = fragments((first, last), ratio), kv_heads((first, last), ratio)[0]
+            served = []
+            for (q0, q1), (a, b) in made:
+                assert (q1 - q0) % (b - a) == 0
+                each = (q1 - q0) // (b - a)
+                served += [(first + q, k0 + a + (q - q0) // each) for q in range(q0, q1)]
+            assert served == [(q, q // ratio) for q in range(first, last)]
+            assert len(made) <= 3
+    assert len(fragments((3, 9), 3)) == len(fragments((4, 5), 3)) == 1
+    assert len(fragments((2, 7), 3)) == 3
+
+
+def test_every_kv_head_has_one_speaker():
+    assert claims([(0, 2), (1, 3), (3, 3), (1, 2), (2, 4)]) == [(0, 2), (2, 3), (3, 3), (3, 3), (3, 4)]
+    assert claims([]) == []
+
+
+def test_fusion_leaves_a_tick_for_the_transfer():
+    assert [fusion_width(4, slots) for slots in range(1, 8)] == [1, 1, 2, 3, 4, 4, 4]
 
 
 def test_json_round_trip(tmp_path):
@@ -169,7 +206,10 @@ def test_digest_is_what_ranks_execute():
         plan, predicted=None, gap=None, rivals=(), solve_seconds=9.0, bound=None, policy="manual"
     )
     assert same.digest() == plan.digest()
-    for change in ({"fusion": 3}, {"recompute": "full"}, {"dtype": "float16"}, {"devices": plan.devices[::-1]}):
+    for change in (
+        {"fusion": 3}, {"exchange": "allgather"}, {"recompute": "full"}, {"dtype": "float16"},
+        {"devices": plan.devices[::-1]},
+    ):  # fmt: skip
         assert dataclasses.replace(plan, **change).digest() != plan.digest()
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).digest() == plan.digest()
 
