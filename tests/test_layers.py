@@ -19,11 +19,13 @@ ALLOWED = {
     "workload": {"plan"},
     "cost": {"plan", "cluster", "workload"},
     "schedule": {"plan", "cluster", "workload", "cost"},
+    "simulate": {"plan", "cluster", "workload", "cost"},
     "picture": {"plan"},
     "rehearsal": {"plan", "cluster"},
     "launch": {"plan"},
     "profile": set(),
     "testing": {"plan"},
+    "standins": set(),
     "attention": {"plan"},
     "models": {"plan", "attention"},
     "data": {"plan"},
@@ -34,7 +36,7 @@ ALLOWED = {
 }
 # Third-party package -> the only places that may import it.
 BORDERS = {"mip": {"schedule"}, "flash_attn": {"attention"}, "hydra": set(), "wandb": set(), "matplotlib": {"picture"}}
-WITHOUT_TORCH = ("plan", "cluster", "workload", "cost", "schedule", "rehearsal", "picture")
+WITHOUT_TORCH = ("plan", "cluster", "workload", "cost", "schedule", "simulate", "rehearsal", "picture")
 
 
 def imports(path: Path) -> set[str]:
