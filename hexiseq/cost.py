@@ -1,6 +1,6 @@
 """What a plan costs: step time, traffic and memory, before anything runs. Formulas with units: ``docs/cost-model.md``.
 
-The step is the slowest path through compute, all-to-all and the ring, or the busiest wire, whichever is longer.
+The step is the slowest path through compute, all-to-all and KV exchange, or the busiest wire, whichever is longer.
 Bytes and FLOPs follow what the runtime moves and computes for exactly these tokens and heads; only the rates are
 estimates. Arrays are indexed by rank.
 """
@@ -15,7 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
-from hexiseq.plan import Bound, Group, Interval, Plan, Prediction, Replica, group_intervals, kv_heads
+from hexiseq.plan import (
+    Bound,
+    Plan,
+    Prediction,
+    Replica,
+    claims,
+    fragments,
+    fusion_width,
+    group_intervals,
+    kv_heads,
+)
 from hexiseq.workload import (
     STATE_BYTES_PER_PARAMETER,
     Workload,
@@ -76,9 +86,10 @@ class ReplicaCost:
         linear: seconds of the matrix products, forward.
         attention_forward, attention_backward: seconds in the attention kernels.
         merge_forward, merge_backward: seconds of merging partial results and launching kernels.
+        own_forward, own_backward: the part of the two above that is the group's own causal call.
         heads_in, heads_out: all-to-all of forward: q, k, v to heads; out back to tokens.
         grads_in, grads_out: all-to-all of backward: q, k, v, out, dout to heads; dq, dk, dv back to tokens.
-        ring_kv, ring_dkv: KV on the ring in one pass (forward and backward alike); dKV in backward.
+        kv, dkv: KV across groups in one pass (forward and backward alike), by the plan's exchange; dKV in backward.
         loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
     """
 
@@ -88,12 +99,14 @@ class ReplicaCost:
     attention_backward: np.ndarray
     merge_forward: np.ndarray
     merge_backward: np.ndarray
+    own_forward: np.ndarray
+    own_backward: np.ndarray
     heads_in: np.ndarray
     heads_out: np.ndarray
     grads_in: np.ndarray
     grads_out: np.ndarray
-    ring_kv: np.ndarray
-    ring_dkv: np.ndarray
+    kv: np.ndarray
+    dkv: np.ndarray
     loss: np.ndarray
 
 
@@ -111,8 +124,10 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     wires = Wires(cluster, places)
     layers, repeats = workload.model.layers, workload.accumulation
 
-    path = compute = all_to_all = ring = 0.0
+    path = compute = all_to_all = across = 0.0
     traffic = np.zeros((len(places), len(places)))
+    forwards, linears = passes(workload.recompute)
+    counts = {"forward": forwards, "backward": 1}
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, workload, places)
         near = wires.subset(cost.ranks)
@@ -126,21 +141,19 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
             "forward": near.seconds(cost.heads_in) + near.seconds(cost.heads_out),
             "backward": near.seconds(cost.grads_in) + near.seconds(cost.grads_out),
         }
-        circle = {"forward": near.seconds(cost.ring_kv), "backward": near.seconds(cost.ring_kv + cost.ring_dkv)}
-        forwards, linears = passes(workload.recompute)
-        counts = {"forward": forwards, "backward": 1}
+        overlapped, moving = _across_groups(plan.exchange, cost, near)
         kernel_seconds = sum(counts[p] * kernels[p] for p in counts)
         exchange_seconds = sum(counts[p] * exchange[p] for p in counts)
-        overlapped = sum(counts[p] * max(kernels[p], circle[p]) for p in counts)
-        seconds = repeats * (layers * (linears * linear + exchange_seconds + overlapped) + loss)
+        overlapped_seconds = sum(counts[p] * overlapped[p] for p in counts)
+        seconds = repeats * (layers * (linears * linear + exchange_seconds + overlapped_seconds) + loss)
         if seconds > path:
             path = seconds
             compute = repeats * (layers * (linears * linear + kernel_seconds) + loss)
             all_to_all = repeats * layers * exchange_seconds
-            ring = repeats * layers * sum(counts[p] * circle[p] for p in counts)
+            across = repeats * layers * sum(counts[p] * moving[p] for p in counts)
         traffic[np.ix_(cost.ranks, cost.ranks)] += (repeats * layers) * (
-            forwards * (cost.heads_in + cost.heads_out + cost.ring_kv)
-            + cost.grads_in + cost.grads_out + cost.ring_kv + cost.ring_dkv
+            forwards * (cost.heads_in + cost.heads_out + cost.kv)
+            + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
         )  # fmt: skip
 
     parameter_bytes = parameter_traffic(workload, len(places))
@@ -152,11 +165,28 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
         tokens_per_second=workload.tokens_per_step / float(step),
         compute_seconds=float(compute + optimizer),
         all_to_all_seconds=float(all_to_all),
-        ring_seconds=float(ring),
+        ring_seconds=float(across),
         parameter_seconds=float(wires.circle_seconds(parameter_bytes)),
         memory_gb=tuple(memory.tolist()),
         memory_limit_gb=tuple(limit.tolist()),
     )
+
+
+def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict[str, float], dict[str, float]]:
+    """Per pass: seconds of the attention kernels together with the exchange across groups; of the exchange alone."""
+    forward, backward = cost.attention_forward + cost.merge_forward, cost.attention_backward + cost.merge_backward
+    kv = wires.seconds(cost.kv)
+    if exchange == "ring":
+        moving = {"forward": kv, "backward": wires.seconds(cost.kv + cost.dkv)}
+        kernels = {"forward": forward, "backward": backward}
+        return {p: max(float(kernels[p].max()), moving[p]) for p in moving}, moving
+    # The own call alone is there to hide the gather; nothing hides the return of dKV.
+    back = wires.seconds(cost.dkv)
+    overlapped = {
+        "forward": float((np.maximum(cost.own_forward, kv) + forward - cost.own_forward).max()),
+        "backward": float((np.maximum(cost.own_backward, kv) + backward - cost.own_backward).max()) + back,
+    }
+    return overlapped, {"forward": kv, "backward": kv + back}
 
 
 def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
@@ -175,18 +205,21 @@ def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Seque
     fed = np.array([max(shard.num_tokens, 1) for shard in shards], float)
     heads = np.array([shard.num_heads for shard in shards], float)
     kv = np.array([np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards], float)
-    cuts = np.array([fragments(shard.heads, plan.gqa_ratio) for shard in shards], float)
+    cuts = np.array([len(fragments(shard.heads, plan.gqa_ratio)) for shard in shards], float)
 
-    rows, calls, foreign, own, pairs = _kernel_calls(plan, replica)
+    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica)
     dim = model.head_dim
     flops = batch * heads * attention_flops(model, 1.0) * pairs
+    own_flops = batch * heads * attention_flops(model, 1.0) * own_pairs
     # The running sum is read and written in fp32, the partial result read; log-sum-exps likewise.
     accumulate = 8 + size
     merged = batch * heads * rows * (dim * accumulate + 12)
+    own_merged = batch * heads * own * (dim * accumulate + 12)
     merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
+    own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
 
     matrices = _exchange_bytes(plan, replica, heads, kv, workload)
-    ring_kv, ring_dkv = _ring_bytes(plan, replica, ranks, workload)
+    kv_bytes, dkv_bytes = _kv_bytes(plan, replica, workload)
     return ReplicaCost(
         ranks=ranks,
         linear=batch * fed * linear_flops(model) / gemm,
@@ -194,9 +227,11 @@ def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Seque
         attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
         merge_forward=merged / hbm + cuts * calls * launch,
         merge_backward=merged_back / hbm + cuts * calls * launch,
+        own_forward=own_flops / forward_rate + own_merged / hbm + cuts * launch,
+        own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
-        ring_kv=ring_kv,
-        ring_dkv=ring_dkv,
+        kv=kv_bytes,
+        dkv=dkv_bytes,
         **matrices,
     )
 
@@ -209,24 +244,12 @@ def passes(recompute: str) -> tuple[int, int]:
     return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
 
 
-def fragments(heads: Interval, gqa_ratio: int) -> int:
-    """Kernel calls a head range needs: a range that cuts a KV group runs its part apart, up to three in all."""
-    first, last = heads
-    if last <= first:
-        return 0
-    whole_first, whole_last = -(-first // gqa_ratio) * gqa_ratio, last // gqa_ratio * gqa_ratio
-    if whole_first > whole_last:
-        return 1
-    return (first < whole_first) + (whole_last > whole_first) + (last > whole_last)
-
-
-def fused_slots(fusion: int, group_slots: int) -> int:
-    """Slots a call really fuses: a group holds no more than its own number of foreign slots, one of them in flight."""
-    return max(1, min(fusion, group_slots - 1))
-
-
 def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
-    """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, causal (query, key) pairs."""
+    """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
+
+    Inner groups' tokens meet the back queries, outer groups' all queries. On the ring, consecutive slots of one side
+    share a call as far as the plan fuses them; gathered, all of a side are one.
+    """
     slots = [group.slots for group in replica.groups]
     runs = group_intervals(plan.seq_len, plan.slot, slots)
     front = [b - a for (a, b), _ in runs]
@@ -234,14 +257,14 @@ def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
     columns: list[tuple[float, ...]] = []
     for g, group in enumerate(replica.groups):
         own = front[g] + back[g]
-        # Consecutive slots of one side share a call: inner ones meet the back queries, outer ones all queries.
-        width = fused_slots(plan.fusion, group.slots)
-        inner_calls = -(-sum(slots[g + 1 :]) // width)
+        width = fusion_width(plan.fusion, group.slots) if plan.exchange == "ring" else replica.slots
+        inner_calls = -(-sum(slots[g + 1 :]) // width) if back[g] else 0
         outer_calls = -(-sum(slots[:g]) // width)
         rows = own * (1 + outer_calls) + back[g] * inner_calls
-        foreign = sum(front[g + 1 :]) + sum(back[g + 1 :]) + sum(front[:g])
+        foreign = (sum(front[g + 1 :]) + sum(back[g + 1 :]) if back[g] else 0) + sum(front[:g])
         pairs = sum(b * (b + 1) - a * (a + 1) for a, b in runs[g]) / 2
-        columns += [(rows, 1 + outer_calls + inner_calls, foreign, own, pairs)] * len(group.shards)
+        calls = 1 + outer_calls + inner_calls
+        columns += [(rows, calls, foreign, own, pairs, own * (own + 1) / 2)] * len(group.shards)
     return tuple(np.array(column, float) for column in zip(*columns, strict=True))
 
 
@@ -270,55 +293,66 @@ def _exchange_bytes(
     return found
 
 
-def _holders(group: Group, gqa_ratio: int, num_kv_heads: int) -> np.ndarray:
-    """Per KV head, the rank of the first member of the group that holds it."""
-    holder = np.zeros(num_kv_heads, np.int64)
-    for shard in reversed(group.shards):
-        first, last = kv_heads(shard.heads, gqa_ratio)
-        holder[first:last] = shard.rank
-    return holder
-
-
-def _ring_bytes(plan: Plan, replica: Replica, ranks: np.ndarray, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """KV and dKV bytes of one pass around the ring.
-
-    A slot travels whole while its receivers are outer to its owner, and as its front half alone past the wrap. Its dKV
-    starts at the first group after home; the back half leaves the ring at group 0 and goes straight home.
-    """
-    groups, width = len(replica.groups), len(ranks)
-    kv_bytes, dkv_bytes = np.zeros((width, width)), np.zeros((width, width))
-    if groups == 1:
-        return kv_bytes, dkv_bytes
-    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
-    front = [b - a for (a, b), _ in runs]
-    back = [d - c for _, (c, d) in runs]
-    place = {rank: i for i, rank in enumerate(ranks.tolist())}
-    holders = [_holders(group, plan.gqa_ratio, plan.num_kv_heads) for group in replica.groups]
+def _kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks."""
+    kv_tokens, dkv_tokens = _kv_tokens(plan, replica)
     unit = 2 * workload.model.head_dim * replica.sequences
+    return unit * workload.element_bytes * kv_tokens, unit * accumulator_bytes(workload) * dkv_tokens
 
-    def fetch(source: int, target: int, tokens: int) -> None:
-        for shard in replica.groups[target].shards:
-            first, last = kv_heads(shard.heads, plan.gqa_ratio)
-            for holder in holders[source][first:last].tolist():
-                kv_bytes[place[holder], place[shard.rank]] += unit * tokens * workload.element_bytes
 
-    def deliver(source: int, target: int, tokens: int) -> None:
-        for shard in replica.groups[source].shards:
-            first, last = kv_heads(shard.heads, plan.gqa_ratio)
-            for holder in holders[target][first:last].tolist():
-                dkv_bytes[place[shard.rank], place[holder]] += unit * tokens * accumulator_bytes(workload)
+def _kv_tokens(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens times KV heads from rank to rank in one pass: KV, and dKV.
 
+    A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
+    that holds its head.
+    """
+    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
+    held = np.zeros((len(home), plan.num_kv_heads))
+    speaks = np.zeros_like(held)
+    member = 0
+    for group in replica.groups:
+        ranges = [kv_heads(shard.heads, plan.gqa_ratio) for shard in group.shards]
+        for (first, last), (start, end) in zip(ranges, claims(ranges), strict=True):
+            held[member, first:last] = speaks[member, start:end] = 1
+            member += 1
+    fetched, delivered = _group_tokens(plan, replica)
+    heads = speaks @ held.T
+    return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
+
+
+def _group_tokens(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens from group to group in one pass, ``[sender, receiver]``: of KV, and of dKV.
+
+    On the ring a slot travels whole while its receivers are outer to its owner, and as its front half alone past the
+    wrap. Its dKV starts at the first group after home; the back half leaves the ring at group 0 and goes straight home.
+    Gathered, the same tokens come straight from their owner, and dKV goes straight back.
+    """
+    groups = len(replica.groups)
+    fetched, delivered = np.zeros((groups, groups)), np.zeros((groups, groups))
+    if groups == 1:
+        return fetched, delivered
+    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
+    front = np.array([b - a for (a, b), _ in runs], float)
+    back = np.array([d - c for _, (c, d) in runs], float)
+    # What group `g` needs of group `s`: fronts, and backs too where `s` is inner to `g`.
+    needs = front[:, None] + np.tril(np.broadcast_to(back[:, None], (groups, groups)))
+    np.fill_diagonal(needs, 0.0)
+    if plan.exchange == "allgather":
+        needs[:, 0] *= back[0] > 0  # without back queries group 0 attends to its own tokens alone
+        return needs, needs.T
     for g in range(groups):
         source = (g + 1) % groups
-        fetch(source, g, sum(front[g + 1 :]) + sum(back[g + 1 :]) + sum(front[:g]))
-        arriving = front[g]
-        for owner in range(groups):
-            if owner != g and g != (owner - 1) % groups:
-                arriving += front[owner] + (back[owner] if owner > g else 0)
-        deliver(source, g, arriving)
+        fetched[source, g] = needs[:, g].sum()
+        # The sender's own slots start their way behind it; the receiver's own fronts end theirs.
+        delivered[source, g] = fetched[source, g] - needs[source, g] + front[g]
         if g > 0:
-            deliver(0, g, back[g])
-    return kv_bytes, dkv_bytes
+            delivered[0, g] += back[g]
+    if not back[0]:
+        # Group 0 hands fronts on to those inner to their owner, and has no gradient of its own to send.
+        fetched[1, 0] = front[1:-1].sum()
+        delivered[0, groups - 1] -= front[1]
+        delivered[0, 1] -= back[1]
+    return fetched, delivered
 
 
 def accumulator_bytes(workload: Workload) -> int:
@@ -434,34 +468,65 @@ def memory_gb(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[
     return fixed + share, limit
 
 
-def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
-    """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
-    model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
-    kept, working = token_bytes(workload)
-    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
-    share = np.zeros(len(places))
+def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Peak bytes of one attention call on each rank, forward and backward, by rank.
+
+    Beyond what the model holds: q, k, v and out in token form, the log-sum-exp, and their gradients.
+    """
+    size, wide, dim = workload.element_bytes, accumulator_bytes(workload), workload.model.head_dim
+    q, kv = workload.model.heads * dim, 2 * workload.model.kv_heads * dim
+    forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
     for replica in plan.replicas:
-        total = replica.slots
+        needed, returned = _foreign_tokens(plan, replica)
+        shards = ((group, shard) for group in replica.groups for shard in group.shards)
+        for (group, shard), foreign, partial in zip(shards, needed, returned, strict=True):
+            first, last = kv_heads(shard.heads, plan.gqa_ratio)
+            own, h, k = group.num_tokens, shard.num_heads * dim, 2 * (last - first) * dim
+            # In head form: q, k, v and the sum of out; what the all-to-all sends, still in token form; foreign KV.
+            into = own * ((h + k) * size + h * wide) + shard.num_tokens * (q + kv) * size + foreign * k * size
+            # q, k, v, out, dout; sums of dq and dkv; foreign KV with its dKV. Gathered KV is let go of before partial
+            # sums of the own tokens' dKV come in from everywhere.
+            working = foreign * k * (size + wide)
+            if plan.exchange == "allgather":
+                working = max(working, foreign * k * wide + partial * 2 * dim * wide)
+            back = own * ((3 * h + k) * size + (h + k) * wide) + working + shard.num_tokens * (3 * q + kv) * size
+            forward[shard.rank], backward[shard.rank] = replica.sequences * into, replica.sequences * back
+    return forward, backward
+
+
+def _foreign_tokens(plan: Plan, replica: Replica) -> tuple[list[float], list[float]]:
+    """Per rank of the replica, in its order: foreign tokens it holds KV of at one time; and tokens times KV heads of
+    the partial sums that come back to it at one time, where all do."""
+    needed: list[float] = []
+    if plan.exchange == "ring":
         for group in replica.groups:
             # Receives run as far ahead as the group has slots; the call at work holds its own.
-            window = group.slots + fused_slots(plan.fusion, group.slots)
-            buffered = min(window, total - group.slots) * plan.slot
-            own, dim = group.num_tokens, model.head_dim
+            window = group.slots + fusion_width(plan.fusion, group.slots)
+            needed += [min(window, replica.slots - group.slots) * plan.slot] * len(group.shards)
+        return needed, [0.0] * len(needed)
+    fetched, _ = _group_tokens(plan, replica)
+    for group, tokens in zip(replica.groups, fetched.sum(0).tolist(), strict=True):
+        needed += [tokens] * len(group.shards)
+    return needed, _kv_tokens(plan, replica)[1].sum(0).tolist()
+
+
+def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
+    model, size = workload.model, workload.element_bytes
+    kept, working = token_bytes(workload)
+    fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
+    attention = np.maximum(*attention_bytes(plan, workload))
+    share = np.zeros(len(places))
+    for replica in plan.replicas:
+        batch = replica.sequences
+        for group in replica.groups:
             for shard in group.shards:
-                first, last = kv_heads(shard.heads, plan.gqa_ratio)
                 tokens = shard.num_tokens
-                h, k = shard.num_heads * dim, 2 * (last - first) * dim
-                lse = 0 if workload.recompute == "full" else model.layers * own * shard.num_heads * 4
-                # Backward in head form: q, k, v, out, dout; sums of dq and dkv; KV and dKV on the ring; and what
-                # the all-to-all sends, still in token form.
-                attention = own * ((3 * h + k) * size + (h + k) * wide) + buffered * k * (size + wide)
-                attention += tokens * (3 * q + kv) * size
-                mlp = tokens * (2 * model.intermediate + 2 * model.hidden) * size
-                layer = tokens * working + max(attention, mlp)
-                loss = min(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2 + tokens * model.hidden * size
-                used = model.layers * tokens * kept + lse + max(layer, loss)
-                share[shard.rank] = replica.sequences * used / GB
+                lse = model.layers * group.num_tokens * shard.num_heads * 4 if workload.recompute != "full" else 0
+                mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
+                layer = batch * tokens * working + max(attention[shard.rank], mlp)
+                loss = batch * (min(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2 + tokens * model.hidden * size)
+                share[shard.rank] = (batch * (model.layers * tokens * kept + lse) + max(layer, loss)) / GB
     return fixed, share
 
 
@@ -666,10 +731,10 @@ __all__ = [
     "OutOfMemory",
     "ReplicaCost",
     "Wires",
+    "attention_bytes",
     "bound",
     "check_memory",
     "check_workload",
-    "fragments",
     "longest_length",
     "lower_bound",
     "match_places",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mip
 
-from hexiseq import cost
+from hexiseq.plan import fragments
 
 NANOSECONDS = 1e9  # CBC is two orders of magnitude slower on the same program in seconds
 PIECE = 5e-4  # of the group's ideal time: what one kernel call or KV copy less is worth, beyond its launch
@@ -58,10 +58,10 @@ def cut_heads(
         return (total // width,) * width
 
     def price(first: int, last: int, member: int) -> Range:
-        fragments = cost.fragments((first, last), ratio)
+        calls = len(fragments((first, last), ratio))
         copies = -(-last // ratio) - first // ratio if last > first else 0
-        time = (last - first) * seconds[member] + fragments * launch[member]
-        return Range(first, last, time, fragments + copies)
+        time = (last - first) * seconds[member] + calls * launch[member]
+        return Range(first, last, time, calls + copies)
 
     dealt, start = [], 0
     for member, size in enumerate(_deal(total, seconds, launch, limits)):

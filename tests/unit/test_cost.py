@@ -10,16 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hexiseq.attention.layout import fragments as runtime_fragments
-from hexiseq.attention.layout import fusion_width, routes
+from hexiseq.attention.layout import routes
 from hexiseq.cluster import Cluster, Device, Link, Node, Seat
 from hexiseq.cost import (
     OutOfMemory,
     Wires,
+    attention_bytes,
     check_memory,
     check_workload,
-    fragments,
-    fused_slots,
     lower_bound,
     match_places,
     predict,
@@ -66,38 +64,64 @@ def needed(shard, ratio):
     return sorted({q // ratio for q in range(*shard.heads)})
 
 
-def slow_ring(plan, replica, kv_size, dkv_size):
-    """Bytes (sender, receiver) of KV and dKV, following each token hop by hop."""
-    groups, ratio = replica.groups, plan.gqa_ratio
-    kv, dkv = defaultdict(float), defaultdict(float)
-    owner = {p: g for g, group in enumerate(groups) for s in group.shards for p in s.positions().tolist()}
+def hop(groups, ratio, take):
+    """From group a to group b: (sender, receiver) for every KV head; with `take`, from the first that holds it."""
 
     def lowest(group, head):
         return next(s.rank for s in groups[group].shards if head in needed(s, ratio))
 
-    fetch = {
-        (a, b): [(lowest(a, k), s.rank) for s in groups[b].shards for k in needed(s, ratio)]
+    return {
+        (a, b): [(lowest(a, k), s.rank) for s in groups[b].shards for k in needed(s, ratio)] if take
+        else [(s.rank, lowest(b, k)) for s in groups[a].shards for k in needed(s, ratio)]
         for a in range(len(groups)) for b in range(len(groups))
     }  # fmt: skip
-    give = {
-        (a, b): [(s.rank, lowest(b, k)) for s in groups[a].shards for k in needed(s, ratio)]
-        for a in range(len(groups)) for b in range(len(groups))
-    }  # fmt: skip
+
+
+def homes(groups):
+    """Every token with its group, and the groups that attend to it."""
+    last = [max(p for s in group.shards for p in s.positions().tolist()) for group in groups]
+    for home, group in enumerate(groups):
+        for position in (p for s in group.shards for p in s.positions().tolist()):
+            yield position, home, [g for g in range(len(groups)) if g != home and last[g] > position]
+
+
+def slow_ring(plan, replica, kv_size, dkv_size):
+    """Bytes (sender, receiver) of KV and dKV, following each token hop by hop."""
+    groups, count = replica.groups, len(replica.groups)
+    fetch, give = (hop(groups, plan.gqa_ratio, take) for take in (True, False))
+    kv, dkv = defaultdict(float), defaultdict(float)
     middle = replica.slots * plan.slot // 2
-    for position, home in owner.items():
-        visited, at = [], home
-        while (at - 1) % len(groups) != home:
-            if at == 0 and position >= middle:  # a back half is not needed past the wrap
-                break
-            following = (at - 1) % len(groups)
-            for pair in fetch[at, following]:
+    for position, home, users in homes(groups):
+        if not users:
+            continue
+        stops = [(home - 1 - i) % count for i in range(count - 1)]
+        if position >= middle:  # a back half leaves the ring at group 0, since no inner group attends to it
+            stops = stops[: stops.index(0) + 1]
+        wanted = [i for i, g in enumerate(stops) if g in users]
+        for here, following in itertools.pairwise([home, *stops[: wanted[-1] + 1]]):
+            for pair in fetch[here, following]:
                 kv[pair] += kv_size
-            at = following
-            visited.append(at)
-        for here, following in itertools.pairwise([*visited, home]):
+        for here, following in itertools.pairwise([*stops[wanted[0] :], home]):
             for pair in give[here, following]:
                 dkv[pair] += dkv_size
     return kv, dkv
+
+
+def slow_gather(plan, replica, kv_size, dkv_size):
+    """The same when every token of KV comes straight from its home, and dKV goes straight back."""
+    groups = replica.groups
+    fetch, give = (hop(groups, plan.gqa_ratio, take) for take in (True, False))
+    kv, dkv = defaultdict(float), defaultdict(float)
+    for _, home, users in homes(groups):
+        for user in users:
+            for pair in fetch[home, user]:
+                kv[pair] += kv_size
+            for pair in give[user, home]:
+                dkv[pair] += dkv_size
+    return kv, dkv
+
+
+SLOW = {"ring": slow_ring, "allgather": slow_gather}
 
 
 def as_matrix(pairs, ranks):
@@ -108,9 +132,10 @@ def as_matrix(pairs, ranks):
     return matrix
 
 
+@pytest.mark.parametrize("exchange", SLOW)
 @pytest.mark.parametrize("seed", range(40))
-def test_bytes_and_flops_token_by_token(seed):
-    plan = draw_plan(seed)
+def test_bytes_and_flops_token_by_token(seed, exchange):
+    plan = dataclasses.replace(draw_plan(seed), exchange=exchange)
     cluster = cluster_of([1 + seed % 3] * plan.world_size)
     plan = seated(plan, cluster)
     dtype, size, wide = ("float64", 8, 8) if seed % 2 else ("bfloat16", 2, 4)
@@ -119,9 +144,9 @@ def test_bytes_and_flops_token_by_token(seed):
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, work, cluster.places)
         unit = 2 * 8 * replica.sequences  # K and V, head dim
-        kv, dkv = slow_ring(plan, replica, unit * size, unit * wide)
-        np.testing.assert_allclose(cost.ring_kv, as_matrix(kv, cost.ranks), rtol=1e-9)
-        np.testing.assert_allclose(cost.ring_dkv, as_matrix(dkv, cost.ranks), rtol=1e-9)
+        kv, dkv = SLOW[exchange](plan, replica, unit * size, unit * wide)
+        np.testing.assert_array_equal(cost.kv, as_matrix(kv, cost.ranks))
+        np.testing.assert_array_equal(cost.dkv, as_matrix(dkv, cost.ranks))
 
         into, back, grads_into, grads_back = (defaultdict(float) for _ in range(4))
         flops = {}
@@ -151,9 +176,10 @@ def test_bytes_and_flops_token_by_token(seed):
         np.testing.assert_allclose(cost.attention_backward, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("exchange", SLOW)
 @pytest.mark.parametrize("seed", range(40, 70))
-def test_the_ring_is_charged_what_the_routes_move(seed):
-    plan = draw_plan(seed)
+def test_exchange_is_charged_what_the_routes_move(seed, exchange):
+    plan = dataclasses.replace(draw_plan(seed), exchange=exchange)
     cluster = cluster_of([1] * plan.world_size)
     plan = seated(plan, cluster)
     kv, dkv = defaultdict(float), defaultdict(float)
@@ -165,25 +191,15 @@ def test_the_ring_is_charged_what_the_routes_move(seed):
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, workload_for(plan), cluster.places)
         inside = set(cost.ranks.tolist())
-        for matrix, pairs in ((cost.ring_kv, kv), (cost.ring_dkv, dkv)):
+        for matrix, pairs in ((cost.kv, kv), (cost.dkv, dkv)):
             mine = {pair: size for pair, size in pairs.items() if pair[0] in inside}
             np.testing.assert_allclose(matrix, as_matrix(mine, cost.ranks), rtol=1e-9)
 
 
-def test_calls_follow_the_runtime():
-    for ratio in (1, 2, 3, 8):
-        for first in range(17):
-            for last in range(first, 17):
-                assert fragments((first, last), ratio) == len(runtime_fragments((first, last), ratio))
-    for fusion in range(1, 9):
-        for slots in range(1, 9):
-            assert fused_slots(fusion, slots) == fusion_width(fusion, slots)
-
-
-def two_rank_plan(recompute="none", dtype="float32", seq_len=1024):
+def two_rank_plan(recompute="none", dtype="float32", seq_len=1024, exchange="ring"):
     replica = make_replica(seq_len, seq_len // 4, [(3, [(0, seq_len * 3 // 4, 4)]), (1, [(1, seq_len // 4, 4)])])
     return Plan(
-        "manual", seq_len, 4, 2, seq_len // 4, 1, "ring", recompute, dtype, (replica,),
+        "manual", seq_len, 4, 2, seq_len // 4, 1, exchange, recompute, dtype, (replica,),
         (RankDevice("d3", "n0", "torch_flash"), RankDevice("d1", "n0", "torch_flash")),
     )  # fmt: skip
 
@@ -231,6 +247,65 @@ def test_a_step_by_hand(recompute, linears, forwards):
     assert found.tokens_per_second == pytest.approx(2 * n / expected, rel=1e-9)
     assert found.parameter_seconds == pytest.approx(wires / 100e9, rel=1e-9)
     assert found.all_to_all_seconds == 0
+
+
+@pytest.mark.parametrize("wire", [1.0, 1e9])
+def test_a_gathered_step_by_hand(wire):
+    plan, layers, d = two_rank_plan("full", exchange="allgather"), 3, 8
+    (node,) = cluster_of([3, 1]).nodes
+    cluster = Cluster("wire", (dataclasses.replace(node, intra_gb_per_s=wire),))
+    work = workload_for(plan, "float32", "full")
+    cost = replica_cost(plan, plan.replicas[0], work, cluster.places)
+
+    def forward(pairs, rows, speed):
+        return 4 * 4 * d * pairs / (80e12 * speed) + 4 * rows * (d * 12 + 12) / 2e12 + 5e-6
+
+    def backward(pairs, rows, own, kv, speed):
+        merged = d * (4 * (rows * 12 + own * 8) + 4 * kv * 12) / 2e12
+        return 2.5 * 4 * 4 * d * pairs / (60e12 * speed**0.5) + merged + 5e-6
+
+    # The own square; then rank 0's 384 back rows on the 256 inner tokens, all 256 of rank 1 on the 384 in front.
+    squares = np.array([forward(768 * 769 / 2, 768, 3), forward(256 * 257 / 2, 256, 1)])
+    rest = np.array([forward(384 * 256, 384, 3), forward(256 * 384, 256, 1)])
+    squares_back = np.array([backward(768 * 769 / 2, 768, 768, 768, 3), backward(256 * 257 / 2, 256, 256, 256, 1)])
+    rest_back = np.array([backward(384 * 256, 384, 0, 256, 3), backward(256 * 384, 256, 0, 384, 1)])
+    np.testing.assert_allclose(cost.own_forward, squares, rtol=1e-9)
+    np.testing.assert_allclose(cost.own_backward, squares_back, rtol=1e-9)
+    np.testing.assert_allclose(cost.attention_forward + cost.merge_forward, squares + rest, rtol=1e-9)
+    np.testing.assert_allclose(cost.attention_backward + cost.merge_backward, squares_back + rest_back, rtol=1e-9)
+
+    moved = 2 * 2 * d * 4 * 384  # KV to rank 1, and dKV back from it; less goes the other way
+    gather = moved / (wire * 1e9)
+    layer = (
+        2 * (np.maximum(squares, gather) + rest).max() + (np.maximum(squares_back, gather) + rest_back).max() + gather
+    )
+    optimizer = 2 * 16 * work.model.parameters / 2 / 2e12
+    path = layers * (4 * cost.linear.max() + layer) + cost.loss.max() + optimizer
+    found = predict(plan, cluster, work)
+    busiest = found.parameter_seconds + layers * (3 * moved + 2 * 2 * d * 4 * 256) / (wire * 1e9)
+    assert found.step_seconds == pytest.approx(max(path, busiest), rel=1e-9)
+    assert found.ring_seconds == pytest.approx(layers * 4 * gather, rel=1e-9)
+    # With wires for nothing fewer calls win; with slow ones the ring hides more.
+    ring = predict(dataclasses.replace(plan, exchange="ring"), cluster, work)
+    assert (found.step_seconds < ring.step_seconds) == (wire > 1)
+
+
+def test_memory_of_gathered_kv_by_hand():
+    plan, d = two_rank_plan("selective", exchange="allgather"), 8
+    forward, backward = attention_bytes(plan, workload_for(plan, "bfloat16", "selective"))
+    head, kv = 4 * d, 2 * 2 * d  # all heads everywhere: 4 of queries, 2 of K and of V
+    own, foreign = np.array([768, 256]), np.array([256, 384])
+    returned = np.array([384, 256])  # from the one rank that attends to the own fronts, or to all own tokens
+    into = own * ((head + kv) * 2 + head * 4) + own * (head + kv) * 2 + foreign * kv * 2
+    np.testing.assert_array_equal(forward, into)
+    back = own * ((3 * head + kv) * 2 + (head + kv) * 4) + own * (3 * head + kv) * 2
+    np.testing.assert_array_equal(backward, back + np.maximum(foreign * kv * 6, (foreign + returned) * kv * 4))
+    ring_forward, ring_backward = attention_bytes(
+        dataclasses.replace(plan, exchange="ring"), workload_for(plan, "bfloat16", "selective")
+    )
+    slots = np.array([1, 2])  # one inner slot; of three outer ones its own one ahead and the one at work
+    np.testing.assert_array_equal(ring_forward - into, (slots * 256 - foreign) * kv * 2)
+    np.testing.assert_array_equal(ring_backward, back + slots * 256 * kv * 6)
 
 
 def test_memory_by_hand():

@@ -14,7 +14,7 @@ from hexiseq import cost
 from hexiseq.attention.layout import routes
 from hexiseq.cluster import Cluster, Device, Node, Seat
 from hexiseq.cost import OutOfMemory
-from hexiseq.plan import Plan, fits_slots
+from hexiseq.plan import Plan, fits_slots, fragments
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
@@ -320,12 +320,12 @@ def head_costs(total, kv_heads, seconds, launch, limits):
     """Per member, by first and last head: finish time (infinite where illegal); and fragments plus KV copies."""
     ratio, edges = total // kv_heads, range(total + 1)
     pieces = np.array([
-        [cost.fragments((a, b), ratio) + -(-b // ratio) - a // ratio if b > a else 0 for b in edges] for a in edges
+        [len(fragments((a, b), ratio)) + -(-b // ratio) - a // ratio if b > a else 0 for b in edges] for a in edges
     ])  # fmt: skip
-    fragments = np.array([[cost.fragments((a, b), ratio) for b in edges] for a in edges])
+    calls = np.array([[len(fragments((a, b), ratio)) for b in edges] for a in edges])
     size = np.arange(total + 1)[None, :] - np.arange(total + 1)[:, None]
     times = [
-        np.where((size < 0) | (size > limit), np.inf, size * one + fragments * call)
+        np.where((size < 0) | (size > limit), np.inf, size * one + calls * call)
         for one, call, limit in zip(seconds, launch, limits, strict=True)
     ]
     return times, pieces
