@@ -7,38 +7,72 @@ See ``docs/architecture.md`` for the layout and the ring.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from hexiseq.attention.layout import fusion_width, routes
+from hexiseq.attention.layout import routes
 from hexiseq.attention.op import attend_op
-from hexiseq.attention.runtime import Runtime, close_all, runtime_for
+from hexiseq.attention.runtime import Runtime, close_all, flat_documents, runtime_for
+from hexiseq.attention.tiles import Mask
 from hexiseq.plan import Plan
 
-__all__ = ["Runtime", "attend", "close_all", "fusion_width", "routes", "runtime_for"]
+__all__ = ["Mask", "Runtime", "attend", "close_all", "routes", "runtime_for"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, causal: bool = True, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Exact softmax attention of the plan's whole sequence, for this rank's tokens. Collective over the replica.
 
     Args:
         q: the rank's queries, all heads, ``[B, L, H, D]``: its tokens of the plan in order. A rank without tokens
             passes ``L`` 0, or 1 for a dummy token, which is dropped: its output and gradients are zero.
-        k, v: ``[B, L, K, D]``. ``B`` is the same on all ranks of a replica.
+        k, v: ``[B, L, K, D]``.
         plan: the same on all ranks; this process is its rank ``dist.get_rank()``. The first call with a plan makes its
             process groups (`runtime_for`).
         causal: whether a token attends to the tokens up to itself only.
         scale: factor on the scores; ``D ** -0.5`` if None.
+        documents: of each of the ``B`` sequences, the boundaries of its documents in the whole sequence, ascending from
+            0 to the plan's ``seq_len``. Tokens attend within their document. None: a sequence is one document.
+        window: tokens that a token attends to at most, the latest, itself included; None for all. Needs `causal`.
+
+        ``B``, ``D`` and everything after `plan` are the same on all ranks of a replica.
 
     Returns:
         ``[B, L, H, D]`` in the inputs' dtype; gradients reach q, k and v.
 
     Raises:
-        ValueError: a tensor's shape, dtype or device is not the plan's. Raised before any communication.
+        ValueError: a tensor's shape, dtype or device is not the plan's, or boundaries or window are no such thing;
+            raised before any communication. Or ranks call with different values; raised by all of them.
         RuntimeError: a peer failed, or did not answer within the runtime's timeout; names it.
     """
     runtime = runtime_for(plan)
     _check(runtime, q, k, v)
-    out, _ = attend_op(q, k, v, runtime.handle, causal, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    batch, _, _, dim = q.shape
+    mask = Mask.checked(plan.seq_len, batch, causal, window, documents)
+    scale = dim**-0.5 if scale is None else float(scale)
+    runtime.agree(
+        q.device,
+        batch=batch,
+        head_dim=dim,
+        causal=causal,
+        scale=scale,
+        window=mask.window or 0,
+        documents=sum(map(len, mask.documents or ())),
+        documents_checksum=zlib.crc32(repr(mask.documents).encode()),
+    )
+    flat = flat_documents(mask.documents)
+    out, _ = attend_op(q, k, v, flat, runtime.handle, causal, mask.window or 0, scale)
     return out
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hexiseq.attention import kernels
 from hexiseq.attention.exchange import Group, Links
 from hexiseq.attention.layout import Route, route
+from hexiseq.attention.tiles import Mask
 from hexiseq.plan import Plan
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_KEPT_ROUTES = 32  # documents change with every micro-step; forward and backward of all its layers share a route
 
 
 class Runtime:
@@ -49,7 +53,8 @@ class Runtime:
         self.plan, self.rank, self.timeout = plan, dist.get_rank(), timeout
         self.kernel = _agree(plan, self.rank)
         self.calls: Counter[str] = Counter()
-        self._routes: dict[bool, Route] = {}
+        self._routes: OrderedDict[tuple, Route] = OrderedDict()
+        self._agreed: set[tuple] = set()
         self._keys: list[tuple] = []
         mine: dict[str, Group | None] = {}
         for replica in plan.replicas:
@@ -63,16 +68,65 @@ class Runtime:
                     mine[kind] = made
         self.replica_group = mine.get("replica")
         self.group, self.kv_group, self.dkv_group = mine.get("group"), mine.get("kv"), mine.get("dkv")
+        self._replica_ranks = sorted(plan.replicas[plan.place(self.rank)[0]].ranks)
         self.links = Links(plan, self.rank, timeout, self.group, self.kv_group, self.dkv_group)
         self.handle = next(_handles)
         _runtimes[self.handle] = self
         _by_digest[plan.digest()] = self
 
-    def route(self, causal: bool) -> Route:
-        """What this rank does in an attention call."""
-        if causal not in self._routes:
-            self._routes[causal] = route(self.plan, self.rank, causal)
-        return self._routes[causal]
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.plan.shard(self.rank).num_heads
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of this rank's group."""
+        replica, group, _ = self.plan.place(self.rank)
+        return self.plan.replicas[replica].groups[group].num_tokens
+
+    def route(self, causal: bool = True, window: int = 0, documents: Tensor | None = None) -> Route:
+        """What this rank does in an attention call.
+
+        Args:
+            window: 0 for none.
+            documents: from `flat_documents`.
+        """
+        key = (causal, window, None if documents is None else documents.numpy().tobytes())
+        if key not in self._routes:
+            mask = Mask(causal, window or None, None if documents is None else _documents(documents))
+            self._routes[key] = route(self.plan, self.rank, mask)
+            if len(self._routes) > _KEPT_ROUTES:
+                self._routes.popitem(last=False)
+        self._routes.move_to_end(key)
+        return self._routes[key]
+
+    def agree(self, device: torch.device, **call: float) -> None:
+        """Have all ranks of the replica say what they are about to compute. Raises ValueError where they differ.
+
+        On a GPU, where hearing the answer would stall the queue, only calls that this rank has not made before are
+        compared; on CPUs all are.
+
+        Args:
+            call: numbers by the name under which an error shows them.
+        """
+        mine = tuple(call.values())
+        if self.replica_group is None or (device.type != "cpu" and mine in self._agreed):
+            return
+        said = torch.empty(dist.get_world_size(self.replica_group), len(mine), dtype=torch.float64, device=device)
+        with self.links.naming("comparing calls", [r for r in self._replica_ranks if r != self.rank]):
+            dist.all_gather_into_tensor(
+                said, torch.tensor([mine], dtype=torch.float64, device=device), group=self.replica_group
+            )
+        first, *others = said.tolist()
+        for rank, theirs in zip(self._replica_ranks[1:], others, strict=True):
+            for name, a, b in zip(call, first, theirs, strict=True):
+                if a != b:
+                    raise ValueError(
+                        f"ranks call attend differently: {name} is {a:g} on rank {self._replica_ranks[0]}, {b:g} on "
+                        f"rank {rank}; all ranks of a replica must make the same calls"
+                    )
+        self._agreed.add(mine)
 
     def close(self) -> None:
         """Forget the plan, and destroy the process groups no other plan uses. Collective; waits for all ranks."""
@@ -124,6 +178,18 @@ def runtime_for(plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> Runtime:
     return runtime
 
 
+@functools.lru_cache(maxsize=_KEPT_ROUTES)
+def flat_documents(documents: tuple[tuple[int, ...], ...] | None) -> Tensor | None:
+    """A mask's documents as the operator takes them: int64, the boundaries of one sequence after the other."""
+    return None if documents is None else torch.tensor([edge for edges in documents for edge in edges])
+
+
+def _documents(flat: Tensor) -> tuple[tuple[int, ...], ...]:
+    edges = flat.tolist()
+    starts = [i for i, edge in enumerate(edges) if edge == 0]
+    return tuple(tuple(edges[a:b]) for a, b in itertools.pairwise([*starts, len(edges)]))
+
+
 def runtime_of(handle: int) -> Runtime:
     """The runtime with that handle. Raises RuntimeError if it has been closed."""
     if handle not in _runtimes:
@@ -150,7 +216,7 @@ def _agree(plan: Plan, rank: int) -> kernels.Kernel:
     """Load this rank's kernel, after all ranks have said that they can and that their plan is the same."""
     kernel, reason = None, ""
     try:
-        kernel = kernels.load(plan.devices[rank].kernel)
+        kernel = kernels.load(plan.devices[rank].kernel, plan.dtype)
     except ValueError as error:
         reason = str(error)
     mine = torch.tensor([int(plan.digest(), 16) >> 1, int(kernel is None)], device=_device())
