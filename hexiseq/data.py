@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 SOURCES = ("pystdlib", "text_dir", "synthetic")
@@ -117,6 +116,12 @@ def synthetic_documents(documents: int, length: int, vocab_size: int, noise: flo
     return list(whole)
 
 
+def restarted_positions(boundaries: Sequence[int]) -> np.ndarray:
+    """Positions that start at 0 in each document, int64 ``[seq_len]``, of boundaries such as ``[0, 700, seq_len]``."""
+    starts = np.asarray(boundaries[:-1], dtype=np.int64)
+    return np.arange(boundaries[-1], dtype=np.int64) - np.repeat(starts, np.diff(boundaries))
+
+
 class SequenceSource:
     """A deterministic map from an index to a sequence: documents, shuffled anew each epoch, packed end to end.
 
@@ -148,16 +153,25 @@ class SequenceSource:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sequence `index`, int64 ``[seq_len]``."""
+        return np.concatenate(self._parts(index)).astype(np.int64)
+
+    def boundaries(self, index: int) -> list[int]:
+        """Where the documents of sequence `index` start, and `seq_len`; a document's `eos` belongs to it.
+
+        The rest of a document that began in an earlier sequence counts as a document.
+        """
+        return [0, *np.cumsum([len(part) for part in self._parts(index)]).tolist()]
+
+    def _parts(self, index: int) -> list[np.ndarray]:
+        """The documents, or parts of them, that sequence `index` consists of."""
         epoch, chunk = divmod(index, len(self))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self._documents))
             self._ends = np.cumsum(self._lengths[self._order])
             self._epoch = epoch
-        return self._read(chunk * self.seq_len, (chunk + 1) * self.seq_len)
-
-    def _read(self, start: int, end: int) -> np.ndarray:
-        parts, position = [], start
-        place = int(np.searchsorted(self._ends, start, side="right"))
+        position, end = chunk * self.seq_len, (chunk + 1) * self.seq_len
+        parts = []
+        place = int(np.searchsorted(self._ends, position, side="right"))
         while position < end:
             document = self._documents[self._order[place]]
             offset = position - (int(self._ends[place]) - len(document))
@@ -165,11 +179,12 @@ class SequenceSource:
             parts.append(part)
             position += len(part)
             place += 1
-        return np.concatenate(parts).astype(np.int64)
+        return parts
 
     def fingerprint(self) -> str:
-        """Hash of all tokens, to find ranks that read different files."""
+        """Hash of all tokens and the documents' lengths, to find ranks that read different files."""
         digest = hashlib.sha256(f"{self.seq_len} {self.seed}".encode())
+        digest.update(self._lengths.tobytes())
         for document in self._documents:
             digest.update(document.tobytes())
         return digest.hexdigest()[:16]
@@ -181,6 +196,7 @@ class ValidationSource:
     def __init__(self, documents: Sequence[np.ndarray], seq_len: int, eos: int) -> None:
         self.seq_len = seq_len
         self._tokens = np.concatenate([np.append(document, eos) for document in documents])
+        self._ends = np.cumsum([len(document) + 1 for document in documents])
 
     def __len__(self) -> int:
         return -(-len(self._tokens) // self.seq_len)
@@ -192,6 +208,12 @@ class ValidationSource:
         filling = self.seq_len - len(owned)
         ids = np.concatenate([owned, np.resize(self._tokens, filling)])
         return ids, np.concatenate([owned, np.full(filling, IGNORED)])
+
+    def boundaries(self, index: int) -> list[int]:
+        """As those of a `SequenceSource`; the filling counts as one document."""
+        start = index * self.seq_len
+        inside = self._ends[(self._ends > start) & (self._ends < start + self.seq_len)] - start
+        return [0, *inside.tolist(), self.seq_len]
 
 
 class HexiSeqDataModule(L.LightningDataModule):
@@ -209,6 +231,10 @@ class HexiSeqDataModule(L.LightningDataModule):
         tokenizer: ``bytes``, or the folder of a saved Hugging Face tokenizer.
         path: folder of text files, for ``text_dir``.
         synthetic: ``documents``, ``length``, ``vocab_size`` (at most 256) and ``noise`` in [0, 1], for ``synthetic``.
+        mask_documents: batches carry ``documents``, the boundaries of each sequence's documents; attention and labels
+            then stay within a document.
+        restart_positions: batches carry ``position_ids`` ``[count, seq_len]`` that start at 0 in each document. Needs
+            `mask_documents`.
 
     Raises:
         ValueError: naming the parameter, its value and what would do.
@@ -223,13 +249,17 @@ class HexiSeqDataModule(L.LightningDataModule):
         tokenizer: str = "bytes",
         path: str | None = None,
         synthetic: Mapping[str, Any] | None = None,
+        mask_documents: bool = False,
+        restart_positions: bool = False,
     ) -> None:
         super().__init__()
         _check(source, seq_len, seed, validation_fraction)
+        _check_documents(mask_documents, restart_positions)
         if source == "text_dir":
             text_files(path)
         self.source, self.seq_len, self.seed, self.path = source, seq_len, seed, path
         self.validation_fraction = validation_fraction
+        self.mask_documents, self.restart_positions = mask_documents, restart_positions
         self.tokenizer = make_tokenizer(tokenizer)
         self.synthetic = _check_synthetic(synthetic, tokenizer) if source == "synthetic" else {}
         self.sequences_consumed = 0
@@ -257,12 +287,25 @@ class HexiSeqDataModule(L.LightningDataModule):
         strategy = getattr(self.trainer, "strategy", None)
         if strategy is not None and hasattr(strategy, "check_equal"):
             strategy.check_equal("the training data", self.train_source.fingerprint())
+            strategy.check_equal(
+                "(data.mask_documents, data.restart_positions)", str((self.mask_documents, self.restart_positions))
+            )
 
     def _documents(self) -> list[np.ndarray]:
         if self.source == "synthetic":
             return synthetic_documents(seed=self.seed, **self.synthetic)
         files = stdlib_files() if self.source == "pystdlib" else text_files(self.path)
         return read_documents(files, self.tokenizer)
+
+    def marks(self, source: SequenceSource | ValidationSource, indices: Sequence[int]) -> dict[str, Any]:
+        """What batches of these sequences carry about their documents: nothing unless asked for."""
+        if not self.mask_documents:
+            return {}
+        documents = [source.boundaries(index) for index in indices]
+        if not self.restart_positions:
+            return {"documents": documents}
+        positions = np.stack([restarted_positions(boundaries) for boundaries in documents])
+        return {"documents": documents, "position_ids": torch.from_numpy(positions)}
 
     def share(self) -> tuple[int, int, int]:
         """``(first, count, total)``: this rank reads sequences ``first`` to ``first + count`` of each ``total``."""
@@ -304,39 +347,41 @@ class HexiSeqDataModule(L.LightningDataModule):
 
 # Plain iterables, not DataLoaders: Lightning would put its own sampler into those, and batches come from memory.
 class _TrainLoader:
-    """Endless batches ``{"input_ids": int64 [count, seq_len]}`` from the position trained so far."""
+    """Endless batches ``{"input_ids": int64 [count, seq_len]}``, and marks, from the position trained so far."""
 
     def __init__(self, module: HexiSeqDataModule) -> None:
         self._module = module
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         source = self._module.train_source
         assert source is not None
         first, count, total = self._module.share()
         position = self._module.sequences_consumed
         while True:
-            sequences = [source[position + first + i] for i in range(count)]
-            yield {"input_ids": torch.from_numpy(np.stack(sequences))}
+            indices = range(position + first, position + first + count)
+            ids = torch.from_numpy(np.stack([source[i] for i in indices]))
+            yield {"input_ids": ids, **self._module.marks(source, indices)}
             position += total
 
 
 class _ValidationLoader:
-    """Batches ``{"input_ids", "labels"}`` int64 ``[count, seq_len]``, as many for every replica."""
+    """Batches ``{"input_ids", "labels"}`` int64 ``[count, seq_len]``, and marks, as many for every replica."""
 
     def __init__(self, module: HexiSeqDataModule) -> None:
         assert module.validation_source is not None
-        self._source = module.validation_source
+        self._module, self._source = module, module.validation_source
         self._share = module.share()
 
     def __len__(self) -> int:
         return -(-len(self._source) // self._share[2])
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         first, count, total = self._share
         for start in range(0, len(self) * total, total):
-            pairs = [self._source[start + first + i] for i in range(count)]
+            indices = range(start + first, start + first + count)
+            pairs = [self._source[i] for i in indices]
             ids, labels = (torch.from_numpy(np.stack(column)) for column in zip(*pairs, strict=True))
-            yield {"input_ids": ids, "labels": labels}
+            yield {"input_ids": ids, "labels": labels, **self._module.marks(self._source, indices)}
 
 
 def _check(source: str, seq_len: int, seed: int, validation_fraction: float) -> None:
@@ -348,6 +393,17 @@ def _check(source: str, seq_len: int, seed: int, validation_fraction: float) -> 
         raise ValueError(f"the data's seed must be an integer of at least 0, got {seed!r}")
     if not isinstance(validation_fraction, (int, float)) or not 0 <= validation_fraction <= 0.5:
         raise ValueError(f"data.validation_fraction must be within [0, 0.5], got {validation_fraction!r}")
+
+
+def _check_documents(mask_documents: bool, restart_positions: bool) -> None:
+    for name, value in (("mask_documents", mask_documents), ("restart_positions", restart_positions)):
+        if not isinstance(value, bool):
+            raise ValueError(f"data.{name} must be true or false, got {value!r}")
+    if restart_positions and not mask_documents:
+        raise ValueError(
+            "data.restart_positions=true needs data.mask_documents=true: tokens of two documents at the same position "
+            "must not attend to each other"
+        )
 
 
 def _check_synthetic(settings: Mapping[str, Any] | None, tokenizer: str) -> dict[str, Any]:

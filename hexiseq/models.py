@@ -1,7 +1,7 @@
 """Plugs the attention of a plan into Hugging Face decoders, and computes their loss without the full logits.
 
 No model code of our own: attention goes through transformers' attention-function registry, so pretrained weights load
-and checkpoints export as they are. What the attention cannot do (sliding windows, sinks, ...) is refused by name.
+and checkpoints export as they are. What the attention cannot do (sinks, soft caps, ...) is refused by name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -29,6 +29,7 @@ from hexiseq.plan import RECOMPUTE_MODES, Plan
 
 IGNORED = -100
 NAME = "hexiseq"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Config keys of things that change logits or loss outside the parts replaced here, and the values that do nothing.
 _UNSUPPORTED = {
     "attn_logit_softcapping": (None, 0),
@@ -49,10 +50,13 @@ class PlanHolder:
     Attributes:
         plan: the plan attention runs.
         loss_sum: sum of the token losses of the model's last forward with labels, a detached scalar.
+        documents: per sequence of the batch in hand the boundaries attention stays within, as `attend` takes them; to
+            be set before the forward. A recomputed forward takes those it ran with first.
     """
 
     plan: Plan
     loss_sum: Tensor | None = None
+    documents: list[list[int]] | None = None
 
 
 def build_model(config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None) -> PreTrainedModel:
@@ -157,12 +161,11 @@ def apply_recompute(model: PreTrainedModel, mode: str) -> None:
         raise ValueError(f"recompute {mode!r} is not one of {', '.join(RECOMPUTE_MODES)}")
     if mode == "none":
         return
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+    settings = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+    run = partial(_checkpointed, settings if mode == "selective" else {})
     layers = decoder_layers(model)
     for index, layer in enumerate(layers):
-        layers[index] = checkpoint_wrapper(
-            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **(contexts if mode == "selective" else {})
-        )
+        layers[index] = checkpoint_wrapper(layer, checkpoint_fn=run)
 
 
 def materialize(model: PreTrainedModel, part: nn.Module, seed: int, device: torch.device) -> None:
@@ -240,32 +243,63 @@ def _forward(
     return CausalLMOutputWithPast(loss=total / num_items_in_batch)
 
 
+@torch.compiler.disable
 def _attention(
     module: Any,
     query_BHLD: Tensor,
     key_BKLD: Tensor,
     value_BKLD: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    plan = module._hexiseq.plan
-    window, refused = (
-        kwargs.get("sliding_window"),
-        [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None],
-    )
-    if refused or dropout or attention_mask is not None or (window is not None and window < plan.seq_len):
+    holder: PlanHolder = module._hexiseq
+    given = {"softcap": softcap, "s_aux": s_aux, "dropout": dropout or None}
+    refused = [name for name, value in given.items() if value is not None]
+    if isinstance(attention_mask, Tensor):
+        refused.append("a mask")
+    if refused:
+        raise ValueError(f"{type(module).__name__}: attention over a plan takes no {', '.join(refused)}")
+    # Stock attention takes the window from one of the two, depending on the implementation.
+    if attention_mask != sliding_window:
         raise ValueError(
-            f"{type(module).__name__}: attention over a plan takes no "
-            + ", ".join([*refused, *(["dropout"] if dropout else []), "mask or window"])
+            f"{type(module).__name__}: the window of its mask is {attention_mask}, that of its attention "
+            f"{sliding_window}; only layers where both agree are supported"
         )
+    window = sliding_window if sliding_window is not None and sliding_window < holder.plan.seq_len else None
+    marks = {"documents": holder.documents, "window": window}
+    marks = {name: value for name, value in marks.items() if value is not None}
     q, k, v = (x.transpose(1, 2) for x in (query_BHLD, key_BKLD, value_BKLD))
-    return attend(q, k, v, plan=plan, causal=True, scale=scaling), None
+    return attend(q, k, v, plan=holder.plan, causal=True, scale=scaling, **marks), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def _no_mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, **_: Any
+) -> int | None:
+    """In the place of a layer's mask, its window: a model that puts it into the mask alone is found out."""
+    if attention_mask is not None or use_vmap:
+        what = "a mask of the model's own" if use_vmap else "attention_mask"
+        raise ValueError(f"attention over a plan takes no {what}: nothing is padded, and documents mark what is packed")
+    return local_size
+
+
+def _checkpointed(settings: Mapping[str, Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a decoder layer, and once more in backward with the same documents: by then another batch may be in hand."""
+    holder: PlanHolder = layer._hexiseq
+    documents = holder.documents
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        in_hand, holder.documents = holder.documents, documents
+        try:
+            return layer(*args, **kwargs)
+        finally:
+            holder.documents = in_hand
+
+    return checkpoint(run, *args, use_reentrant=False, **settings, **kwargs)
 
 
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -280,14 +314,11 @@ def _refuse(config: Any, plan: Plan) -> None:
         if value not in neutral:
             raise ValueError(f"{name}: {key}={value!r} is not supported; only {' or '.join(map(str, neutral))}")
     window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window is not None and window < plan.seq_len and "sliding_attention" in layer_types:
-        raise ValueError(
-            f"{name}: sliding_window={window} is not supported below the plan's {plan.seq_len} tokens; set it to null"
-        )
-    others = set(layer_types) - {"sliding_attention", "full_attention"}
-    if others:
-        raise ValueError(f"{name}: layers of type {', '.join(sorted(others))} are not supported, only full attention")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"{name}: sliding_window must be an integer of at least 1, or null; got {window!r}")
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise ValueError(f"{name}: layers of type {', '.join(sorted(others))} are not supported, only "
+                         f"{', '.join(sorted(_LAYER_TYPES))}")  # fmt: skip
     heads = (config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     if heads != (plan.num_heads, plan.num_kv_heads):
         raise ValueError(

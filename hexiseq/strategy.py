@@ -8,6 +8,7 @@ number of tokens first and gradients multiplied by nominal/actual before clippin
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections import Counter
@@ -15,10 +16,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -113,8 +116,8 @@ class HexiSeqStrategy(ModelParallelStrategy):
 
     The module must override `configure_model` and pass its model through `parallelize`; `training_step` receives the
     rank's shard of each batch and returns ``model(**batch).loss`` unchanged (see `hexiseq.module.CausalLM`). Data
-    loaders yield whole sequences, ``{"input_ids": [B, N]}`` and optionally ``"labels"``, the same ones on all ranks of
-    a replica.
+    loaders yield whole sequences, ``{"input_ids": [B, N]}`` and optionally what `cut` lists, the same ones on all ranks
+    of a replica.
 
     Either give a plan, or what to make one from: it is then solved on rank 0 and sent to all.
 
@@ -177,6 +180,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
         self._training = _Sums()
         self._validation = _Sums()
         self._checked = False
+        self._last_batch: tuple[Any, ...] = ()
 
     # --- the plan and the ranks
 
@@ -343,54 +347,92 @@ class HexiSeqStrategy(ModelParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return super().batch_to_device(self.cut(batch), device, dataloader_idx)
 
-    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's shard of whole sequences.
 
         Args:
-            batch: ``input_ids`` ``[B, N]`` and optionally ``labels`` ``[B, N]`` (not shifted, -100 where there is
-                none), ``B`` the replica's sequences.
+            batch: ``input_ids`` ``[B, N]``, ``B`` the replica's sequences, and optionally:
+                ``labels`` ``[B, N]``, not shifted, -100 where there is none;
+                ``documents``, per sequence the ascending boundaries of the documents packed into it, 0 and ``N``
+                included: attention stays within a document, and no token is predicted from another document's;
+                ``position_ids`` int64 ``[B, N]`` in place of 0 to ``N``; where they jump, `documents` must say if a
+                document starts there.
 
         Returns:
-            ``input_ids``, ``position_ids``, ``shift_labels`` ``[B, L]`` and ``num_items_in_batch``. A rank without
-            tokens gets one dummy token without a label.
+            ``input_ids``, ``position_ids``, ``shift_labels`` ``[B, L]`` and ``num_items_in_batch``; ``documents`` where
+            a sequence has several. A rank without tokens gets one dummy token without a label.
+
+        Raises:
+            ValueError: naming the entry, its value and what it must be.
         """
         ids = batch["input_ids"]
         expected = (self.plan.replicas[self.replica].sequences, self.plan.seq_len)
         if tuple(ids.shape) != expected:
             raise ValueError(f"a batch of replica {self.replica} must be input_ids of shape {list(expected)}, "
                              f"got {list(ids.shape)}")  # fmt: skip
+        documents, positions = batch.get("documents"), batch.get("position_ids")
+        if positions is not None:
+            _check_positions(positions, expected, packed=documents is not None)
+        if documents is not None:
+            documents = _boundaries(documents, *expected)
+            if all(len(ends) == 2 for ends in documents):
+                documents = None
         labels = batch.get("labels", ids)
         # Shifted before the cut: the next token may be another rank's.
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        for row, ends in enumerate(documents or ()):
+            targets[row, [end - 1 for end in ends[1:-1]]] = IGNORED
         shard = self.plan.shard(self.global_rank)
-        positions = torch.from_numpy(shard.positions()) if shard.num_tokens else torch.zeros(1, dtype=torch.int64)
-        targets = targets[:, positions] if shard.num_tokens else torch.full((len(ids), 1), IGNORED)
-        return {
-            "input_ids": ids[:, positions],
-            "position_ids": positions.expand(len(ids), -1).contiguous(),
+        tokens = torch.from_numpy(shard.positions()) if shard.num_tokens else torch.zeros(1, dtype=torch.int64)
+        targets = targets[:, tokens] if shard.num_tokens else torch.full((len(ids), 1), IGNORED)
+        if not self._checked:
+            self._last_batch = ids, labels, positions, documents
+        shares = {
+            "input_ids": ids[:, tokens],
+            "position_ids": tokens.expand(len(ids), -1).contiguous() if positions is None else positions[:, tokens],
             "shift_labels": targets,
             "num_items_in_batch": self.nominal_tokens,
         }
+        return shares if documents is None else {**shares, "documents": documents}
 
     # --- steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._holder is not None
-        self._holder.loss_sum = None
+        if not self._checked:
+            self._check_batch()
+        args = self._take(args)
         output = super().training_step(*args, **kwargs)
         if not self._checked:
             self._check_loss(output)
-        self._training.add(self._holder.loss_sum, args[0]["shift_labels"])
+        self._training.add(self._in_hand.loss_sum, args[0]["shift_labels"])
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._holder is not None
-        self._holder.loss_sum = None
+        args = self._take(args)
         output = super().validation_step(*args, **kwargs)
-        self._validation.add(self._holder.loss_sum, args[0]["shift_labels"])
+        self._validation.add(self._in_hand.loss_sum, args[0]["shift_labels"])
         return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().test_step(*self._take(args), **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().predict_step(*self._take(args), **kwargs)
+
+    def _take(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Make the batch, a step's first argument, the one in hand. Its documents are not for the model's own code."""
+        batch = dict(args[0])
+        self._in_hand.documents, self._in_hand.loss_sum = batch.pop("documents", None), None
+        return batch, *args[1:]
+
+    @property
+    def _in_hand(self) -> PlanHolder:
+        assert self._holder is not None
+        return self._holder
 
     @override
     def on_validation_start(self) -> None:
@@ -432,11 +474,24 @@ class HexiSeqStrategy(ModelParallelStrategy):
         if grads:
             torch._foreach_mul_(grads, nominal / self.step_stats.valid_tokens)
 
+    def _check_batch(self) -> None:
+        """Stop a job whose data loaders give the ranks of a replica other sequences or documents. Collective."""
+        digests: list[Any] = [None] * self.world_size
+        dist.all_gather_object(digests, _digest(self._last_batch))
+        self._last_batch = ()
+        for number, replica in enumerate(self.plan.replicas):
+            first, *others = sorted(replica.ranks)
+            if wrong := [rank for rank in others if digests[rank] != digests[first]]:
+                raise ValueError(
+                    f"ranks {wrong} got another first batch than rank {first} of their replica {number}; the ranks of "
+                    "a replica must read the same sequences, labels and documents (distributed_sampler_kwargs of the "
+                    "strategy shares sequences among replicas)"
+                )
+
     def _check_loss(self, output: Any) -> None:
         """Stop a module that returns anything but the sum of its token losses over the nominal tokens. Collective."""
-        assert self._holder is not None
         loss = output["loss"] if isinstance(output, Mapping) else output
-        expected = self._holder.loss_sum
+        expected = self._in_hand.loss_sum
         message = None
         if expected is None:
             message = "training_step did not call the model with its batch: return model(**batch).loss"
@@ -543,6 +598,55 @@ class _ClipSharded(Precision):
         if grads and norm > clip_val:
             torch._foreach_mul_(grads, clip_val / (norm + 1e-6))
         self._strategy.step_stats = replace(self._strategy.step_stats, grad_norm=norm)
+
+
+def _boundaries(documents: Any, sequences: int, seq_len: int) -> list[list[int]]:
+    """A batch's documents as lists of integers, checked."""
+    if not isinstance(documents, (list, tuple, Tensor)) or len(documents) != sequences:
+        got = f"{len(documents)}" if isinstance(documents, (list, tuple, Tensor)) else repr(documents)
+        raise ValueError(f"documents of a batch must be a list of the boundaries of each of its {sequences} sequences, "
+                         f"got {got}")  # fmt: skip
+    whole = []
+    for row, given in enumerate(documents):
+        ends = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else given
+        if not isinstance(ends, (list, tuple)) or len(ends) < 2:
+            raise ValueError(f"documents[{row}] must be a list of at least 2 boundaries, 0 and {seq_len}, got {ends!r}")
+        for place, end in enumerate(ends):
+            if not isinstance(end, (int, np.integer)) or isinstance(end, bool):
+                raise ValueError(f"documents[{row}][{place}] must be an integer, got {end!r}")
+        if ends[0] != 0 or ends[-1] != seq_len:
+            raise ValueError(
+                f"documents[{row}] must reach from 0 to the sequence's {seq_len} tokens, got {ends[0]} to {ends[-1]}"
+            )
+        for place, (start, end) in enumerate(pairwise(ends), 1):
+            if start >= end:
+                raise ValueError(f"documents[{row}][{place}] must be above {start}, the boundary before it, got {end}")
+        whole.append([int(end) for end in ends])
+    return whole
+
+
+def _check_positions(position_ids: Any, shape: tuple[int, int], packed: bool) -> None:
+    """Refuse a batch's position ids that are none, or that jump in a sequence whose documents are not known."""
+    if not isinstance(position_ids, Tensor) or tuple(position_ids.shape) != shape or position_ids.dtype != torch.int64:
+        got = f"{position_ids.dtype} {list(position_ids.shape)}" if isinstance(position_ids, Tensor) else position_ids
+        raise ValueError(f"position_ids of a batch must be torch.int64 of shape {list(shape)}, got {got}")
+    if (least := int(position_ids.min())) < 0:
+        raise ValueError(f"position_ids of a batch must be at least 0, got {least}")
+    jumps = (position_ids.diff() != 1).nonzero()
+    if len(jumps) and not packed:
+        row, place = jumps[0].tolist()
+        before, after = position_ids[row, place : place + 2].tolist()
+        raise ValueError(
+            f"position_ids[{row}] jump from {before} to {after} at token {place + 1}: pass documents, with "
+            f"{place + 1} as a boundary if a document starts there, and without if none does"
+        )
+
+
+def _digest(batch: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in batch:
+        digest.update(part.cpu().numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
+    return digest.hexdigest()
 
 
 def _local_grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

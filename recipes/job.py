@@ -112,6 +112,7 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         strategy["policy"],
         manual=manual,
         slot=strategy["slot"],
+        exchange=strategy["exchange"],
         drop_devices=strategy["drop_devices"] and ranks is None,
     )
     return cluster, workload, plan
@@ -203,6 +204,8 @@ def data_module(config: Config) -> HexiSeqDataModule:
         tokenizer=data["tokenizer"],
         path=data["path"],
         synthetic=data["synthetic"],
+        mask_documents=data["mask_documents"],
+        restart_positions=data["restart_positions"],
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
 
 from hexiseq.attention import close_all, runtime_for
+from hexiseq.data import restarted_positions
 from hexiseq.models import PlanHolder, apply_recompute, build_model, load_model, materialize, prepare, token_loss_sum
 from hexiseq.plan import Plan, RankDevice, make_replica
 
@@ -89,9 +94,91 @@ def test_loss_and_gradients_are_those_of_stock_attention(job, config, recompute)
     assert holder.loss_sum is not None
     assert out.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     assert holder.loss_sum.item() == pytest.approx(wanted.item() * 2 * SEQ_LEN, rel=1e-6)
+    compare_gradients(model, stock)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral", "sliding_window": 20},
+        {"model_type": "mistral", "sliding_window": 1},
+        {"model_type": "mistral", "sliding_window": 40},
+        {"model_type": "qwen2", "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1},
+        {"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+        {"model_type": "gemma3_text", "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "olmo3", "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+    ids=lambda config: f"{config['model_type']}-{config['sliding_window']}",
+)
+def test_windows_are_those_of_eager_attention(job, config):
+    stock, model = (build_model({**SIZES, **config}, torch.float32, seed=1) for _ in range(2))
+    stock.set_attn_implementation("eager")
+    prepare(model, PlanHolder(plan(recompute="selective")))
+    apply_recompute(model, "selective")
+    wanted, out = stock_loss(stock, batch()), model(**batch())
+    wanted.backward()
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    compare_gradients(model, stock)
+    # The window matters here.
+    windows = {"sliding_window": 10 * SEQ_LEN}
+    wide = build_model({**SIZES, **config, **windows}, torch.float32, seed=1)
+    assert stock_loss(wide, batch()).item() != pytest.approx(wanted.item(), rel=1e-5)
+
+
+DOCUMENTS = ([[0, 1, 20, 45, SEQ_LEN], [0, 33, SEQ_LEN]], [[0, 40, SEQ_LEN], [0, SEQ_LEN]])
+
+
+def packed(documents: list[list[int]]) -> dict:
+    """A batch whose positions restart, and whose labels stay within documents."""
+    data = batch()
+    for row, ends in enumerate(documents):
+        data["shift_labels"][row, [end - 1 for end in ends]] = -100
+    data["position_ids"] = torch.from_numpy(np.stack([restarted_positions(ends) for ends in documents]))
+    return data
+
+
+def alone(model: nn.Module, documents: list[list[int]]) -> torch.Tensor:
+    """The loss of a stock model that is given one document at a time."""
+    data, total = packed(documents), torch.zeros(())
+    for row, ends in enumerate(documents):
+        for start, end in pairwise(ends):
+            logits = model(input_ids=data["input_ids"][row : row + 1, start:end], use_cache=False).logits[0]
+            total = total + nn.functional.cross_entropy(logits, data["shift_labels"][row, start:end], reduction="sum")
+    return total / data["num_items_in_batch"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("config", [LLAMA, {**SIZES, "model_type": "mistral", "sliding_window": 15}],
+                         ids=lambda config: config["model_type"])  # fmt: skip
+def test_packed_documents_are_those_run_alone(job, config, recompute):
+    stock, model = (build_model(config, torch.float32, seed=1) for _ in range(2))
+    stock.set_attn_implementation("eager")
+    holder = PlanHolder(plan(recompute=recompute))
+    prepare(model, holder)
+    apply_recompute(model, recompute)
+    # Both forwards before the first backward: what is recomputed keeps its own documents.
+    losses = []
+    for documents in DOCUMENTS:
+        holder.documents = documents
+        losses.append(model(**packed(documents)).loss)
+    holder.documents = None
+    for documents, loss in zip(DOCUMENTS, losses, strict=True):
+        wanted = alone(stock, documents)
+        wanted.backward()
+        loss.backward()
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        compare_gradients(model, stock)
+    assert holder.documents is None
+    assert model(**packed(DOCUMENTS[0])).loss.item() != pytest.approx(losses[0].item(), rel=1e-4)
+
+
+def compare_gradients(model: nn.Module, stock: nn.Module) -> None:
     grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    # Of a window of one token, the gradients of queries and keys are zero but for rounding.
+    least = 1e-8 * max(parameter.grad.abs().max() for parameter in stock.parameters())
     for name, parameter in stock.named_parameters():
-        assert (grads[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
+        assert (grads[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max() + least, name
 
 
 def test_selective_recompute_runs_attention_once_and_full_twice(job):
@@ -131,7 +218,8 @@ def test_length_dependent_rope_takes_the_length_of_the_plan(job, rope, seq_len):
     # What a rank with other positions computes.
     rotary, other = model.model.rotary_emb, stock.model.rotary_emb
     frequencies = rotary.inv_freq.clone()
-    rotary(torch.zeros(1, 4, 72), torch.arange(4)[None])
+    for positions in (torch.arange(4), torch.tensor([0, 1, 0, 1]), torch.tensor([500, 501])):
+        rotary(torch.zeros(1, len(positions), 72), positions[None])
     assert torch.equal(rotary.inv_freq, frequencies)
     assert torch.allclose(frequencies, other.inv_freq)
 
@@ -187,7 +275,12 @@ def test_token_loss_sum(dtype, limit):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral", "sliding_window": 32}, "sliding_window=32 is not supported below the plan's 64"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window must be an integer of at least 1, or null; got 0",
+        ),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention are not supported"),
+        ({"attention_chunk_size": 32}, "attention_chunk_size=32 is not supported"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported"),
         ({"model_type": "gemma2"}, "attn_logit_softcapping"),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "has attention sinks"),
@@ -212,6 +305,33 @@ def test_what_attention_cannot_do_is_refused_by_name(changes, message):
 def test_models_that_cannot_be_built_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         build_model(config, torch.float32, seed=None)
+
+
+@pytest.mark.parametrize("refused", ["softcap", "s_aux", "dropout", "a mask"])
+def test_what_a_layer_asks_for_is_refused_by_name(refused):
+    module, x = nn.Linear(1, 1), torch.zeros(1, 9, SEQ_LEN, 8)
+    module._hexiseq = PlanHolder(plan())
+    attention = AttentionInterface()["hexiseq"]
+    mask = torch.ones(1, 1, SEQ_LEN, SEQ_LEN) if refused == "a mask" else None
+    asked = {} if refused == "a mask" else {refused: 0.5}
+    with pytest.raises(ValueError, match=f"Linear: attention over a plan takes no {refused}"):
+        attention(module, x, x[:, :3], x[:, :3], mask, **asked)
+    with pytest.raises(ValueError, match="the window of its mask is 20, that of its attention None"):
+        attention(module, x, x[:, :3], x[:, :3], 20)
+
+
+def test_masks_are_refused(job):
+    config = {**SIZES, "model_type": "mistral", "sliding_window": 20}
+    model = build_model(config, torch.float32, seed=1)
+    prepare(model, PlanHolder(plan()))
+    with pytest.raises(ValueError, match="attention over a plan takes no attention_mask"):
+        model(**batch(), attention_mask=torch.ones(2, SEQ_LEN))
+    # A model that puts its window into the mask alone.
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.copy(attention.config)
+    attention.config.sliding_window = None
+    with pytest.raises(ValueError, match="MistralAttention: the window of its mask is 20, that of its attention None"):
+        model(**batch())
 
 
 def test_labels_of_a_shard_are_refused(job):
