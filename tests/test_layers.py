@@ -35,7 +35,14 @@ ALLOWED = {
     "__init__": {"strategy"},
 }
 # Third-party package -> the only places that may import it.
-BORDERS = {"mip": {"schedule"}, "flash_attn": {"attention"}, "hydra": set(), "wandb": set(), "matplotlib": {"picture"}}
+BORDERS = {
+    "mip": {"schedule"},
+    "flash_attn": {"attention"},
+    "flash_attn_interface": {"attention"},
+    "hydra": set(),
+    "wandb": set(),
+    "matplotlib": {"picture"},
+}
 WITHOUT_TORCH = ("plan", "cluster", "workload", "cost", "schedule", "simulate", "rehearsal", "picture")
 
 

@@ -10,7 +10,11 @@ from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL, FULL
 DEVICE = None
 
 
-def unusable() -> str | None:
+def unusable(dtype: str) -> str | None:
+    return None
+
+
+def refuses(head_dim: int) -> str | None:
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hexiseq.attention.kernels import ANTICAUSAL, CAUSAL, reverse
+from hexiseq.attention.kernels import CAUSAL, anticausal_reversed, cuda_unusable, odd_head_dim
 
 DEVICE = "cuda"
 _forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -13,23 +13,25 @@ _backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.defa
 _LSE_ALIGNMENT = 32
 
 
-def unusable() -> str | None:
-    return None if torch.cuda.is_available() else "it needs a CUDA device and there is none"
+def unusable(dtype: str) -> str | None:
+    return cuda_unusable(dtype, ("float32", "float16", "bfloat16"), least=(5, 0))
 
 
+def refuses(head_dim: int) -> str | None:
+    return odd_head_dim(head_dim, most=None)
+
+
+@anticausal_reversed
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float) -> tuple[Tensor, Tensor]:
-    if mask == ANTICAUSAL:
-        return reverse(*forward(*reverse(q, k, v), CAUSAL, scale))
     ratio = q.shape[1] // k.shape[1]
     out, lse, *_ = _forward(q, _repeat(k, ratio), _repeat(v, ratio), None, True, 0.0, mask == CAUSAL, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 
+@anticausal_reversed
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: str, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if mask == ANTICAUSAL:
-        return reverse(*backward(*reverse(dout, q, k, v, out, lse), CAUSAL, scale))
     ratio = q.shape[1] // k.shape[1]
     # The kernel reads lse in whole tiles; +inf makes the rows past the end contribute nothing.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf).contiguous()
