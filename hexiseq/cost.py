@@ -395,7 +395,10 @@ class Wires:
         first = [next(place for place in self.places if place.node == node) for node in nodes]
         self.port = np.array([place.node_class.intra_gb_per_s for place in self.places]) * GB
         self.nic = np.array([place.node_class.network_gb_per_s for place in first]) * GB
-        self.link = np.array([[cluster.bandwidth_gb_per_s(a, b) for b in first] for a in first]) * GB
+        if cluster.links:
+            self.link = np.array([[cluster.bandwidth_gb_per_s(a, b) for b in first] for a in first]) * GB
+        else:
+            self.link = np.minimum.outer(self.nic, self.nic)
         self.member = (self.node[:, None] == np.arange(len(nodes))).astype(float)
         self.same = self.node[:, None] == self.node[None, :]
 

@@ -49,7 +49,7 @@ class Shard:
     tokens: tuple[Interval, ...]
     heads: Interval
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(end - start for start, end in self.tokens)
 
@@ -69,7 +69,7 @@ class Group:
     slots: int
     shards: tuple[Shard, ...]
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
@@ -85,7 +85,7 @@ class Replica:
     groups: tuple[Group, ...]
     sequences: int = 1
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         return sum(group.slots for group in self.groups)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hexiseq.cluster import Place
-from hexiseq.plan import Plan, RankDevice, fits_slots, make_replica
+from hexiseq.plan import EXCHANGES, Plan, RankDevice, fits_slots, make_replica
 from hexiseq.workload import Workload
 
 # (slots, [(rank, tokens, heads), ...]) per group, outermost first.
@@ -17,7 +18,7 @@ class IllegalPolicy(ValueError):
 
 
 def build_plan(
-    policy: str, workload: Workload, places: Sequence[Place], counts: Counts, slot: int, fusion: int
+    policy: str, workload: Workload, places: Sequence[Place], counts: Counts, slot: int, fusion: int, exchange: str
 ) -> Plan:
     """A plan of one replica over `places`, rank after rank."""
     model = workload.model
@@ -28,12 +29,20 @@ def build_plan(
         num_kv_heads=model.kv_heads,
         slot=slot,
         fusion=fusion,
-        exchange="ring",
+        exchange=exchange,
         recompute=workload.recompute,
         dtype=workload.dtype,
         replicas=(make_replica(workload.seq_len, slot, counts, workload.sequences),),
         devices=tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in places),
     )
+
+
+def exchanges(plan: Plan, exchange: str | None) -> list[Plan]:
+    """The plan with the exchange asked for; with each, its own first, where None leaves the choice open."""
+    if exchange is None and all(len(replica.groups) == 1 for replica in plan.replicas):
+        return [plan]  # nothing crosses groups
+    wanted = [exchange] if exchange else [plan.exchange, *(e for e in EXCHANGES if e != plan.exchange)]
+    return [plan if e == plan.exchange else dataclasses.replace(plan, exchange=e) for e in wanted]
 
 
 def head_limit(workload: Workload, width: int) -> str:
@@ -82,7 +91,7 @@ def even_grid(policy: str, workload: Workload, places: Sequence[Place], width: i
         counts.append((slots, [
             (rank, tokens // width + (m < tokens % width), model.heads // width) for m, rank in enumerate(members)
         ]))  # fmt: skip
-    return build_plan(policy, workload, places, counts, slot, fusion=1)
+    return build_plan(policy, workload, places, counts, slot, fusion=1, exchange="ring")
 
 
 def _even_slots(policy: str, seq_len: int, groups: int, slot: int | None) -> tuple[int, list[int]]:

@@ -21,7 +21,16 @@ import numpy as np
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.plan import Plan, fits_slots
-from hexiseq.schedule.even import Counts, IllegalPolicy, build_plan, even_grid, even_totals, legal_widths, slots_for
+from hexiseq.schedule.even import (
+    Counts,
+    IllegalPolicy,
+    build_plan,
+    even_grid,
+    even_totals,
+    exchanges,
+    legal_widths,
+    slots_for,
+)
 from hexiseq.schedule.local import MOST_NODES, NANOSECONDS, cut_heads, integer_program, share_tokens
 from hexiseq.workload import Workload, attention_flops, head_flops, linear_flops
 
@@ -33,8 +42,11 @@ Grouping = list[list[int]]
 class Search:
     """Best plan over exactly these places, one replica."""
 
-    def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload, slot: int | None) -> None:
-        self.cluster, self.places, self.workload, self.slot = cluster, tuple(places), workload, slot
+    def __init__(
+        self, cluster: Cluster, places: Sequence[Place], workload: Workload, slot: int | None, exchange: str | None
+    ) -> None:
+        self.cluster, self.places, self.workload = cluster, tuple(places), workload
+        self.slot, self.exchange = slot, exchange
         model, batch = workload.model, workload.sequences
         devices = [place.device for place in self.places]
         forwards, linears = cost.passes(workload.recompute)
@@ -65,12 +77,18 @@ class Search:
                 ranked.append((self.offer(plan), index, grouping))
         for width in legal_widths(self.workload, len(self.places)):
             with contextlib.suppress(IllegalPolicy):  # the slot asked for may not suit this grid
-                self.offer(even_grid("hexiseq", self.workload, self.places, width, self.slot))
+                even = even_grid("hexiseq", self.workload, self.places, width, self.slot)
+                for plan in exchanges(even, self.exchange):
+                    self.offer(plan)
         ranked.sort(key=lambda item: item[:2])
         for _, _, grouping in ranked[:3] if refine else ():
             for order in self.orders(grouping):
                 for plan in self.refine(order):
                     self.offer(plan)
+        # The search is for one exchange; where it is open, its outcome is judged with the other, too.
+        if (found := self.best or self.misfit) is not None:
+            for plan in exchanges(found, self.exchange)[1:]:
+                self.offer(plan)
         return self.best
 
     def offer(self, plan: Plan) -> float:
@@ -120,7 +138,8 @@ class Search:
                 break
             # A call can only fuse slots that have arrived; a group holds about its own number of them.
             fusion = max(1, min(round(FUSED_TOKENS / slot), max(slots) - 1, 16))
-            plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion)
+            exchange = self.exchange or "ring"
+            plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
             if not self.tighten(plan, caps, head_caps):
                 break
         return plan

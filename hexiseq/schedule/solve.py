@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import OutOfMemory
-from hexiseq.plan import POLICIES, ExcludedDevice, Plan, Rival
-from hexiseq.schedule.even import IllegalPolicy, even_grid, legal_widths
+from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Plan, Rival
+from hexiseq.schedule.even import IllegalPolicy, even_grid, exchanges, legal_widths
 from hexiseq.schedule.search import Search
 from hexiseq.workload import Workload
 
@@ -24,6 +24,7 @@ def solve(
     drop_devices: bool = True,
     rivals: bool = True,
     slot: int | None = None,
+    exchange: str | None = None,
 ) -> Plan:
     """Make a plan.
 
@@ -34,6 +35,8 @@ def solve(
         drop_devices: whether ``hexiseq`` may leave out devices that make the step slower.
         rivals: whether to predict the other policies too, for the plan's rival rows.
         slot: ring transfer unit in tokens; chosen when None.
+        exchange: how KV crosses groups, one of `EXCHANGES`; None or ``auto``: of every plan considered in the end,
+            rivals included, whichever is predicted to be faster and fits; a manual plan keeps its own.
 
     Returns:
         The plan with `predicted`, `bound`, `gap`, `solve_seconds` and `rivals`. The same inputs give the same plan, bit
@@ -54,20 +57,26 @@ def solve(
                                  and slot % 2 == 0):  # fmt: skip
         raise ValueError(f"strategy.slot must be an even number of tokens from 2 to seq_len, here {most}, or null, "
                          f"got {slot!r}")  # fmt: skip
+    if exchange not in (None, "auto", *EXCHANGES):
+        raise ValueError(f"strategy.exchange {exchange!r} is not one of auto, {', '.join(EXCHANGES)}")
+    exchange = None if exchange == "auto" else exchange
+    if manual is not None and exchange not in (None, manual.exchange):
+        raise ValueError(f"strategy.exchange is {exchange}, the manual plan's exchange {manual.exchange}; "
+                         "set strategy.exchange=auto, or change the plan")  # fmt: skip
     _check_dtype(cluster, workload)
     plans: dict[str, Plan | ValueError] = {}
 
     def made(name: str) -> Plan | ValueError:
         if name not in plans:
             try:
-                plans[name] = _make(name, cluster, workload, manual, drop_devices, slot)
+                plans[name] = _make(name, cluster, workload, manual, drop_devices, slot, exchange)
             except (IllegalPolicy, OutOfMemory) as error:
                 plans[name] = error
         return plans[name]
 
     chosen = made(policy)
     if isinstance(chosen, OutOfMemory) and policy != "manual":
-        raise _explain(chosen, cluster, workload, policy, drop_devices, slot)
+        raise _explain(chosen, cluster, workload, policy, drop_devices, slot, exchange)
     if isinstance(chosen, ValueError):
         raise chosen
     rows: tuple[Rival, ...] = ()
@@ -92,27 +101,30 @@ def _make(
     manual: Plan | None,
     drop_devices: bool,
     slot: int | None,
+    exchange: str | None,
 ) -> Plan:
     places = cluster.places
     if name == "manual":
         assert manual is not None
         cost.check_workload(manual, workload)
-        return _checked(manual, cluster, workload, cost.match_places(manual, cluster))
+        return _checked(manual, cluster, workload, cost.match_places(manual, cluster), manual.exchange)
     if name == "hexiseq":
-        return _hexiseq(cluster, workload, drop_devices, slot)
+        return _hexiseq(cluster, workload, drop_devices, slot, exchange)
     if name == "fast_only":
         fastest = max(cluster.devices, key=lambda d: (d.attention_forward_tflops, d.gemm_tflops))
         kept = [place for place in places if place.device == fastest]
         if len(kept) == len(places):
             raise IllegalPolicy(f"policy fast_only: all devices are {fastest.type}")
-        return _best_even(name, cluster, workload, kept, slot)
+        return _best_even(name, cluster, workload, kept, slot, exchange)
     if name in ("usp", "even"):
-        return _best_even(name, cluster, workload, places, slot)
+        return _best_even(name, cluster, workload, places, slot, exchange)
     width = 1 if name == "ring" else len(places)
-    return _checked(even_grid(name, workload, places, width, slot), cluster, workload, places)
+    return _checked(even_grid(name, workload, places, width, slot), cluster, workload, places, exchange)
 
 
-def _best_even(name: str, cluster: Cluster, workload: Workload, places: Sequence[Place], slot: int | None) -> Plan:
+def _best_even(
+    name: str, cluster: Cluster, workload: Workload, places: Sequence[Place], slot: int | None, exchange: str | None
+) -> Plan:
     """The fastest even grid that fits memory."""
     widths = legal_widths(workload, len(places))
     if not widths:
@@ -126,7 +138,7 @@ def _best_even(name: str, cluster: Cluster, workload: Workload, places: Sequence
         try:
             # Policy names in messages, not in plans: `Plan.policy` knows no rivals.
             plan = even_grid("usp", workload, places, width, slot)
-            plan = _checked(plan, cluster, workload, places)
+            plan = _checked(plan, cluster, workload, places, exchange)
         except OutOfMemory as error:
             if lacks is None or error.lacking_gb < lacks.lacking_gb:
                 lacks = error
@@ -139,8 +151,8 @@ def _best_even(name: str, cluster: Cluster, workload: Workload, places: Sequence
     return best
 
 
-def _hexiseq(cluster: Cluster, workload: Workload, drop_devices: bool, slot: int | None) -> Plan:
-    everywhere = Search(cluster, cluster.places, workload, slot)
+def _hexiseq(cluster: Cluster, workload: Workload, drop_devices: bool, slot: int | None, exchange: str | None) -> Plan:
+    everywhere = Search(cluster, cluster.places, workload, slot, exchange)
     best, kept = everywhere.run(), cluster.places
     full = best
     if drop_devices:
@@ -148,7 +160,7 @@ def _hexiseq(cluster: Cluster, workload: Workload, drop_devices: bool, slot: int
             floor = cost.devices_bound([place.device for place in places], workload)
             if best is not None and floor >= _seconds(best):
                 continue
-            part = Search(cluster, places, workload, slot)
+            part = Search(cluster, places, workload, slot, exchange)
             plan = part.run(refine=False)
             if plan is not None and (best is None or _seconds(plan) < 1.05 * _seconds(best)):
                 plan = part.run()  # rounding alone is within a few percent
@@ -183,24 +195,42 @@ def _subsets(cluster: Cluster) -> list[list[Place]]:
     return [places for indices, places in unique.items() if 0 < len(indices) < len(cluster.places)]
 
 
-def _checked(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place]) -> Plan:
-    """The plan with its prediction. Raises OutOfMemory."""
-    cost.check_memory(plan, cluster, workload, places)
-    return dataclasses.replace(plan, predicted=cost.predict(plan, cluster, workload, places))
+def _checked(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place], exchange: str | None) -> Plan:
+    """The plan with its prediction, by the faster exchange that fits where that is open. Raises OutOfMemory."""
+    found, lacks = [], []
+    for candidate in exchanges(plan, exchange):
+        try:
+            cost.check_memory(candidate, cluster, workload, places)
+        except OutOfMemory as error:
+            lacks.append(error)
+            continue
+        predicted = cost.predict(candidate, cluster, workload, places)
+        found.append(dataclasses.replace(candidate, predicted=predicted))
+    if not found:
+        raise min(lacks, key=lambda error: error.lacking_gb)
+    return min(found, key=_seconds)
 
 
 def _explain(
-    error: OutOfMemory, cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None
+    error: OutOfMemory,
+    cluster: Cluster,
+    workload: Workload,
+    policy: str,
+    drop_devices: bool,
+    slot: int | None,
+    exchange: str | None,
 ) -> OutOfMemory:
     """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
-    fits, full_fits = _longest(cluster, workload, policy, drop_devices, slot), 0
+    fits, full_fits = _longest(cluster, workload, policy, drop_devices, slot, exchange), 0
     if fits < 2 and workload.recompute != "full":
         full = dataclasses.replace(workload, recompute="full")
-        full_fits = _longest(cluster, full, policy, drop_devices, slot)
+        full_fits = _longest(cluster, full, policy, drop_devices, slot, exchange)
     return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits)
 
 
-def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None) -> int:
+def _longest(
+    cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None, exchange: str | None
+) -> int:
     """Largest length of a fixed grid, a hundredth fine, that fits; 0 when none does."""
     parts: list[Sequence[Place]] = [cluster.places]
     if policy == "hexiseq" and drop_devices:
@@ -222,8 +252,8 @@ def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bo
                 continue
             try:
                 if policy != "hexiseq":
-                    _make(policy, cluster, shorter, None, False, slot)
-                elif Search(cluster, places, shorter, slot).run(refine=False) is None:
+                    _make(policy, cluster, shorter, None, False, slot, exchange)
+                elif Search(cluster, places, shorter, slot, exchange).run(refine=False) is None:
                     continue
             except ValueError:
                 continue

@@ -385,7 +385,7 @@ def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
     caps = [np.array([float(rng.choice((30, 60, 500))) for _ in members]) for members in grouping]
     parts = Parts(grouping, [[9]] * 3, rates, linear, caps)
     total, slot = 12, 10
-    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(total * slot), None)
+    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(total * slot), None, None)
 
     def finish(counts):
         slowest = []
@@ -412,7 +412,7 @@ def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
 
 @pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0, 1.0), [3, 3, 3]), ((1.0, 0.5, 0.25), [1, 3, 5])])
 def test_heads_follow_attention_speed(rates, expected):
-    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(), None)
+    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(), None, None)
     search.attention = np.array(rates)
     search.launch = np.zeros(3)
     found = search.cut_heads([0, 1, 2], 1000.0, np.full(3, 9))
