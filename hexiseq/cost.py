@@ -17,6 +17,7 @@ import numpy as np
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.plan import (
     Bound,
+    Interval,
     Plan,
     Prediction,
     Replica,
@@ -29,6 +30,8 @@ from hexiseq.plan import (
 from hexiseq.workload import (
     STATE_BYTES_PER_PARAMETER,
     Workload,
+    all_pairs,
+    attended_pairs,
     attention_flops,
     head_flops,
     linear_flops,
@@ -122,39 +125,41 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     check_workload(plan, workload)
     places = match_places(plan, cluster) if places is None else places
     wires = Wires(cluster, places)
-    layers, repeats = workload.model.layers, workload.accumulation
+    repeats = workload.accumulation
 
     path = compute = all_to_all = across = 0.0
     traffic = np.zeros((len(places), len(places)))
     forwards, linears = passes(workload.recompute)
     counts = {"forward": forwards, "backward": 1}
     for replica in plan.replicas:
-        cost = replica_cost(plan, replica, workload, places)
-        near = wires.subset(cost.ranks)
-        linear = float(cost.linear.max())
+        near = wires.subset(np.array(replica.ranks))
+        seconds = kernel_seconds = exchange_seconds = moving_seconds = 0.0
+        for model in workload.model.kinds:
+            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=model), places)
+            linear = linears * float(cost.linear.max())
+            kernels = {
+                "forward": float((cost.attention_forward + cost.merge_forward).max()),
+                "backward": float((cost.attention_backward + cost.merge_backward).max()),
+            }
+            exchange = {
+                "forward": near.seconds(cost.heads_in) + near.seconds(cost.heads_out),
+                "backward": near.seconds(cost.grads_in) + near.seconds(cost.grads_out),
+            }
+            overlapped, moving = _across_groups(plan.exchange, cost, near)
+            exchanged = sum(counts[p] * exchange[p] for p in counts)
+            seconds += model.layers * (linear + exchanged + sum(counts[p] * overlapped[p] for p in counts))
+            kernel_seconds += model.layers * (linear + sum(counts[p] * kernels[p] for p in counts))
+            exchange_seconds += model.layers * exchanged
+            moving_seconds += model.layers * sum(counts[p] * moving[p] for p in counts)
+            traffic[np.ix_(cost.ranks, cost.ranks)] += (repeats * model.layers) * (
+                forwards * (cost.heads_in + cost.heads_out + cost.kv)
+                + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+            )  # fmt: skip
         loss = float(cost.loss.max())
-        kernels = {
-            "forward": float((cost.attention_forward + cost.merge_forward).max()),
-            "backward": float((cost.attention_backward + cost.merge_backward).max()),
-        }
-        exchange = {
-            "forward": near.seconds(cost.heads_in) + near.seconds(cost.heads_out),
-            "backward": near.seconds(cost.grads_in) + near.seconds(cost.grads_out),
-        }
-        overlapped, moving = _across_groups(plan.exchange, cost, near)
-        kernel_seconds = sum(counts[p] * kernels[p] for p in counts)
-        exchange_seconds = sum(counts[p] * exchange[p] for p in counts)
-        overlapped_seconds = sum(counts[p] * overlapped[p] for p in counts)
-        seconds = repeats * (layers * (linears * linear + exchange_seconds + overlapped_seconds) + loss)
-        if seconds > path:
-            path = seconds
-            compute = repeats * (layers * (linears * linear + kernel_seconds) + loss)
-            all_to_all = repeats * layers * exchange_seconds
-            across = repeats * layers * sum(counts[p] * moving[p] for p in counts)
-        traffic[np.ix_(cost.ranks, cost.ranks)] += (repeats * layers) * (
-            forwards * (cost.heads_in + cost.heads_out + cost.kv)
-            + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
-        )  # fmt: skip
+        if repeats * (seconds + loss) > path:
+            path = repeats * (seconds + loss)
+            compute = repeats * (kernel_seconds + loss)
+            all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
 
     parameter_bytes = parameter_traffic(workload, len(places))
     optimizer = optimizer_seconds(workload, places)
@@ -190,7 +195,8 @@ def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict
 
 
 def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
-    """What one layer of one replica computes and moves."""
+    """What one layer of one replica computes and moves; the model's layers must be of one kind."""
+    assert len(workload.model.kinds) == 1, "a layer of which kind?"
     model, batch, size = workload.model, replica.sequences, workload.element_bytes
     shards = [shard for group in replica.groups for shard in group.shards]
     ranks = np.array([shard.rank for shard in shards])
@@ -207,7 +213,7 @@ def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Seque
     kv = np.array([np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards], float)
     cuts = np.array([len(fragments(shard.heads, plan.gqa_ratio)) for shard in shards], float)
 
-    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica)
+    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica, model.window)
     dim = model.head_dim
     flops = batch * heads * attention_flops(model, 1.0) * pairs
     own_flops = batch * heads * attention_flops(model, 1.0) * own_pairs
@@ -244,11 +250,12 @@ def passes(recompute: str) -> tuple[int, int]:
     return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
 
 
-def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
+def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, ...]:
     """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
 
     Inner groups' tokens meet the back queries, outer groups' all queries. On the ring, consecutive slots of one side
-    share a call as far as the plan fuses them; gathered, all of a side are one.
+    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the pairs alone:
+    it leaves out rows and calls, too, but cuts some into several.
     """
     slots = [group.slots for group in replica.groups]
     runs = group_intervals(plan.seq_len, plan.slot, slots)
@@ -262,10 +269,24 @@ def _kernel_calls(plan: Plan, replica: Replica) -> tuple[np.ndarray, ...]:
         outer_calls = -(-sum(slots[:g]) // width)
         rows = own * (1 + outer_calls) + back[g] * inner_calls
         foreign = (sum(front[g + 1 :]) + sum(back[g + 1 :]) if back[g] else 0) + sum(front[:g])
-        pairs = sum(b * (b + 1) - a * (a + 1) for a, b in runs[g]) / 2
+        pairs = sum(attended_pairs(b, window) - attended_pairs(a, window) for a, b in runs[g])
         calls = 1 + outer_calls + inner_calls
-        columns += [(rows, calls, foreign, own, pairs, own * (own + 1) / 2)] * len(group.shards)
+        columns += [(rows, calls, foreign, own, pairs, _own_pairs(runs[g], window))] * len(group.shards)
     return tuple(np.array(column, float) for column in zip(*columns, strict=True))
+
+
+def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
+    """(query, key) pairs within a group's own tokens."""
+    (a, b), (c, d) = run
+    if window is None:
+        return attended_pairs(b - a + d - c, None)
+
+    def reach(end: int) -> int:
+        """Pairs of the back queries with all tokens before `end`, of the sequence and of one that began earlier."""
+        most = end + window - 1  # the first query that does not reach them
+        return attended_pairs(max(0, most - c), None) - attended_pairs(max(0, most - d), None)
+
+    return attended_pairs(b - a, window) + attended_pairs(d - c, window) + reach(b) - reach(a)
 
 
 def _exchange_bytes(
@@ -691,7 +712,7 @@ def _spread(rates: Sequence[float], workload: Workload) -> float:
     """Seconds of all compute of a step at summed rates in FLOP/s: matrices, attention forward, attention backward."""
     gemm, forward, backward = rates
     model, n = workload.model, workload.seq_len
-    flops = model.layers * model.heads * attention_flops(model, n * (n + 1) / 2)
+    flops = model.heads * attention_flops(model, all_pairs(model, n))
     attention = flops * (passes(workload.recompute)[0] / forward + BACKWARD_ATTENTION / backward)
     linear = _linear_flops_per_token(workload) * n / gemm
     return float(workload.sequences * workload.accumulation * (attention + linear))

@@ -6,7 +6,7 @@ A multiply-add is two FLOPs; an attention score and its use are four per query h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,17 @@ from hexiseq.plan import DTYPES, RECOMPUTE_MODES
 
 # Parameters, gradients and two Adam moments are kept in fp32, sharded over all ranks.
 STATE_BYTES_PER_PARAMETER = 16
+# Architectures whose layers obey sliding_window, with what Hugging Face takes where a config does not say.
+WINDOWS = {"mistral": 4096, "ministral": 4096, "phi3": None, "starcoder2": None, "qwen2": 4096, "qwen3": 4096}
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder with gated MLP and grouped-query attention.
+
+    Attributes:
+        window: a token attends to so many latest tokens, itself included; None: to all before it.
+        full_layers: how many of the layers attend to all before, although there is a window.
 
     Raises:
         ValueError: a size that is not positive; query heads that are not a multiple of KV heads.
@@ -33,6 +39,8 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied_embeddings: bool = False
+    window: int | None = None
+    full_layers: int = 0
 
     def __post_init__(self) -> None:
         where = f"model {self.name!r}"
@@ -42,8 +50,17 @@ class ModelShape:
             raise ValueError(f"{where}: tied_embeddings must be true or false, got {self.tied_embeddings!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{where}: {field.name} must be a positive integer, got {value!r}")
+            if field.type == "int | None" and value is None:
+                continue
+            least = 0 if field.name == "full_layers" else 1
+            if field.type.startswith("int") and (
+                not isinstance(value, int) or isinstance(value, bool) or value < least
+            ):
+                what = "a positive integer" if least else "an integer of at least 0"
+                raise ValueError(f"{where}: {field.name} must be {what}, got {value!r}")
+        if self.full_layers >= (self.layers if self.window else 1):
+            raise ValueError(f"{where}: {self.full_layers} of {self.layers} layers without the window {self.window}; "
+                             "a window needs layers that have it")  # fmt: skip
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{where}: {self.heads} query heads are not a multiple of {self.kv_heads} KV heads; "
@@ -64,6 +81,16 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def kinds(self) -> tuple[ModelShape, ...]:
+        """The layers by kind, as models of only such layers: those with a window, those without."""
+        if not self.full_layers:
+            return (self,)
+        return (
+            dataclasses.replace(self, layers=self.layers - self.full_layers, full_layers=0),
+            dataclasses.replace(self, layers=self.full_layers, full_layers=0, window=None),
+        )
 
     @staticmethod
     def from_hf_config(config: Mapping[str, Any], name: str | None = None) -> ModelShape:
@@ -89,6 +116,7 @@ class ModelShape:
                     f"{heads}; set head_dim"
                 )
             head_dim = config["hidden_size"] // heads
+        window, full_layers = _window(config, label)
         return ModelShape(
             name=label,
             layers=config["num_hidden_layers"],
@@ -99,7 +127,30 @@ class ModelShape:
             head_dim=head_dim,
             vocab=config["vocab_size"],
             tied_embeddings=bool(tied),
+            window=window,
+            full_layers=full_layers,
         )
+
+
+def _window(config: Mapping[str, Any], label: str) -> tuple[int | None, int]:
+    """Sliding window of a Hugging Face config, and how many layers go without it.
+
+    Of architectures not in `WINDOWS` all layers count as attending to everything: an upper estimate.
+    """
+    kind, layers = config.get("model_type"), config["num_hidden_layers"]
+    window = config.get("sliding_window", WINDOWS[kind]) if kind in WINDOWS else None
+    if window is None:
+        return None, 0
+    full = 0
+    if kind in ("qwen2", "qwen3"):
+        if not config.get("use_sliding_window"):
+            return None, 0
+        full = min(layers, config.get("max_window_layers", 28))
+    if (types := config.get("layer_types")) is not None:
+        if not isinstance(types, Sequence) or len(types) != layers:
+            raise ValueError(f"model {label!r}: layer_types must have an entry for each of {layers} layers")
+        full = sum(entry != "sliding_attention" for entry in types)
+    return (window, full) if full < layers else (None, 0)
 
 
 @dataclass(frozen=True)
@@ -152,14 +203,25 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
     return 4 * model.head_dim * pairs
 
 
+def attended_pairs(end: int, window: int | None) -> int:
+    """(query, key) pairs of a sequence's first `end` tokens, each with itself and those before it in the window."""
+    if window is None or end <= window:
+        return end * (end + 1) // 2
+    return window * (window + 1) // 2 + (end - window) * window
+
+
+def all_pairs(model: ModelShape, seq_len: int) -> int:
+    """(query, key) pairs of one query head and one sequence, summed over the layers."""
+    return sum(kind.layers * attended_pairs(seq_len, kind.window) for kind in model.kinds)
+
+
 def head_flops(model: ModelShape) -> int:
     """FLOPs of the output head for one token, forward."""
     return 2 * model.hidden * model.vocab
 
 
 def model_flops(workload: Workload) -> float:
-    """Useful FLOPs of an optimizer step: forward and backward, exact causal pairs, nothing recomputed (for MFU)."""
+    """Useful FLOPs of an optimizer step: forward and backward, exact pairs, nothing recomputed (for MFU)."""
     model, n = workload.model, workload.seq_len
-    pairs = n * (n + 1) / 2
-    forward = model.layers * (linear_flops(model) * n + model.heads * attention_flops(model, pairs))
+    forward = model.layers * linear_flops(model) * n + model.heads * attention_flops(model, all_pairs(model, n))
     return 3 * (forward + head_flops(model) * n) * workload.sequences * workload.accumulation

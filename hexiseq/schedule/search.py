@@ -32,7 +32,7 @@ from hexiseq.schedule.even import (
     slots_for,
 )
 from hexiseq.schedule.local import MOST_NODES, NANOSECONDS, cut_heads, integer_program, share_tokens
-from hexiseq.workload import Workload, attention_flops, head_flops, linear_flops
+from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
 
 FUSED_TOKENS = 8192  # merging a call of fewer KV tokens costs more than a tenth of its attention
 MOST_SLOTS = 64  # of a ring of few groups; grows with the number of groups
@@ -53,7 +53,7 @@ class Search:
         per_token = model.layers * linears * linear_flops(model) + (1 + cost.BACKWARD_LINEAR) * head_flops(model)
         # Seconds of a micro-step: per token of a rank, and per token of its group and head of the rank.
         self.linear = np.array([batch * per_token / (device.gemm_tflops * 1e12) for device in devices])
-        flops = model.layers * batch * attention_flops(model, (workload.seq_len + 1) / 2)
+        flops = batch * attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
         merges = (1 + forwards) * (1 + workload.seq_len / (2 * FUSED_TOKENS))
         merged = model.layers * batch * merges * model.head_dim * (8 + workload.element_bytes)
         self.attention = np.array([

@@ -196,6 +196,55 @@ def test_exchange_is_charged_what_the_routes_move(seed, exchange):
             np.testing.assert_allclose(matrix, as_matrix(mine, cost.ranks), rtol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_pairs_within_a_window_one_by_one(seed):
+    plan = draw_plan(seed)
+    rng = random.Random(seed)
+    window = rng.choice((1, 2, 3, rng.randint(1, plan.seq_len), plan.seq_len, 10**6))
+    free = dataclasses.replace(device(), hbm_gb_per_s=1e15, launch_us=0.0)  # merges cost next to nothing
+    cluster = Cluster("free", (Node("n", (Seat(free),) * plan.world_size, 100.0, 1, 10.0),))
+    plan = seated(plan, cluster)
+    work = workload_for(plan)
+    work = dataclasses.replace(work, model=dataclasses.replace(work.model, window=window))
+    for replica in plan.replicas:
+        cost = replica_cost(plan, replica, work, cluster.places)
+        pairs, own = {}, {}
+        for group in replica.groups:
+            positions = {p for s in group.shards for p in s.positions().tolist()}
+            for shard in group.shards:
+                attended = [k for p in positions for k in range(max(0, p - window + 1), p + 1)]
+                pairs[shard.rank] = shard.num_heads * len(attended)
+                own[shard.rank] = shard.num_heads * sum(k in positions for k in attended)
+        unit = 4 * 8 * replica.sequences / 80e12
+        expected = [unit * pairs[rank] for rank in cost.ranks.tolist()]
+        np.testing.assert_allclose(cost.attention_forward, expected, rtol=1e-9)
+        expected = [unit * own[rank] for rank in cost.ranks.tolist()]
+        np.testing.assert_allclose(cost.own_forward, expected, rtol=1e-3)
+
+
+def test_layers_with_and_without_a_window_add_up():
+    cluster = cluster_of([3, 1])
+    for exchange in SLOW:
+        plan = two_rank_plan("selective", exchange=exchange)
+        work = workload_for(plan, "float32", "selective", layers=5)
+
+        def steps(window, full, layers=5, work=work, plan=plan):
+            model = dataclasses.replace(work.model, window=window, full_layers=full, layers=layers)
+            mixed = dataclasses.replace(work, model=model)
+            found = predict(plan, cluster, mixed)
+            assert found.step_seconds >= lower_bound(cluster, mixed)
+            return found.compute_seconds, lower_bound(cluster, mixed)
+
+        full, windowed, mixed = steps(None, 0), steps(16, 0), steps(16, 2)
+        assert windowed[0] < mixed[0] < full[0]
+        assert windowed[1] < mixed[1] < full[1]
+        assert mixed[0] == pytest.approx((3 * windowed[0] + 2 * full[0]) / 5, rel=1e-9)
+        assert steps(1024, 0) == steps(None, 0)
+    with pytest.raises(AssertionError, match="of which kind"):
+        replica_cost(plan, plan.replicas[0], dataclasses.replace(work, model=dataclasses.replace(
+            work.model, window=16, full_layers=2)), cluster.places)  # fmt: skip
+
+
 def two_rank_plan(recompute="none", dtype="float32", seq_len=1024, exchange="ring"):
     replica = make_replica(seq_len, seq_len // 4, [(3, [(0, seq_len * 3 // 4, 4)]), (1, [(1, seq_len // 4, 4)])])
     return Plan(
@@ -375,12 +424,15 @@ def test_more_of_anything_never_costs_less(seed):
 @given(seed=st.integers(0, 10_000), recompute=st.sampled_from(["none", "selective", "full"]), keep=st.booleans())
 def test_no_feasible_plan_beats_the_bound(seed, recompute, keep):
     rng = random.Random(seed)
-    plan = dataclasses.replace(draw_plan(seed), recompute=recompute)
+    plan = dataclasses.replace(draw_plan(seed), recompute=recompute, exchange=rng.choice(("ring", "allgather")))
     assume(plan.seq_len >= 2)  # a workload has at least one token to predict
     memory = rng.choice((1e6, 1.0526316 * (1.0 + 10 ** rng.uniform(-3.5, -1.5))))
     cluster = cluster_of([rng.choice((0.25, 1, 3)) for _ in range(plan.world_size)], memory=memory)
     plan = seated(plan, cluster)
     work = workload_for(plan, recompute=recompute, keep=keep)
+    window = rng.choice((None, rng.randint(1, plan.seq_len)))
+    full = rng.randint(0, 2) if window else 0
+    work = dataclasses.replace(work, model=dataclasses.replace(work.model, window=window, full_layers=full))
     try:
         check_memory(plan, cluster, work)
     except OutOfMemory:
