@@ -270,11 +270,8 @@ def _attention(
             f"{type(module).__name__}: the window of its mask is {attention_mask}, that of its attention "
             f"{sliding_window}; only layers where both agree are supported"
         )
-    window = sliding_window if sliding_window is not None and sliding_window < holder.plan.seq_len else None
-    marks = {"documents": holder.documents, "window": window}
-    marks = {name: value for name, value in marks.items() if value is not None}
     q, k, v = (x.transpose(1, 2) for x in (query_BHLD, key_BKLD, value_BKLD))
-    return attend(q, k, v, plan=holder.plan, causal=True, scale=scaling, **marks), None
+    return attend(q, k, v, plan=holder.plan, scale=scaling, documents=holder.documents, window=sliding_window), None
 
 
 def _no_mask(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import training_cases as cases
-from training_cases import NO_TOKENS, REPLICAS, TWO, UNEVEN, make_plan
+from training_cases import CONFIG, NO_TOKENS, PACKED, REPLICAS, TWO, UNEVEN, WINDOWS, make_plan
 
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.strategy import HexiSeqStrategy, match_ranks
@@ -28,6 +28,37 @@ START_UP = 180.0  # the first case imports Lightning and transformers in every r
 def test_loss_and_gradients_in_float64(pools, replicas, recompute, steps, clip, strategy):
     plan = make_plan(replicas, recompute=recompute)
     for errors in pools(plan.world_size).run(cases.compare, plan, steps, clip, strategy, timeout=START_UP):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.parametrize(
+    ("replicas", "config", "packing", "recompute", "exchange"),
+    [
+        pytest.param(PACKED, CONFIG, "documents", "none", "ring", id="documents"),
+        pytest.param(PACKED, CONFIG, "documents", "selective", "allgather", id="documents-selective-allgather"),
+        pytest.param(PACKED, CONFIG, "restarted", "full", "ring", id="restarted-full"),
+        pytest.param(NO_TOKENS, CONFIG, "restarted", "selective", "ring", id="restarted-rank-without-tokens"),
+        pytest.param(REPLICAS, CONFIG, "restarted", "full", "allgather", id="restarted-full-allgather-two-replicas"),
+        pytest.param(PACKED, WINDOWS, None, "none", "allgather", id="windows-allgather"),
+        pytest.param(PACKED, WINDOWS, None, "selective", "ring", id="windows-selective"),
+        pytest.param(PACKED, WINDOWS, None, "full", "ring", id="windows-full"),
+        pytest.param(PACKED, WINDOWS, "restarted", "selective", "allgather", id="windows-restarted-allgather"),
+        pytest.param(PACKED, WINDOWS, "restarted", "full", "ring", id="windows-restarted-full"),
+    ],
+)
+def test_documents_and_windows_in_float64(pools, replicas, config, packing, recompute, exchange):
+    plan = make_plan(replicas, recompute=recompute, exchange=exchange)
+    args = (plan, [2, 2, 2], 0.5, {}, config, packing)
+    for errors in pools(plan.world_size).run(cases.compare, *args, timeout=START_UP):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_layers(pools, recompute):
+    plan = make_plan(TWO, recompute=recompute)
+    args = (plan, [2, 2], 0.5, {}, WINDOWS, "restarted", True)
+    for errors in pools(plan.world_size).run(cases.compare, *args, timeout=START_UP):
         assert max(errors.values()) <= 1e-10, errors
 
 
@@ -73,8 +104,9 @@ def test_a_running_job_takes_another_cut(pools):
         assert validation > 0
 
 
-def test_validation_counts_every_token_once(pools):
-    for got, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), timeout=START_UP):
+@pytest.mark.parametrize("packed", [False, True])
+def test_validation_counts_every_token_once(pools, packed):
+    for got, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), packed, timeout=START_UP):
         assert got == pytest.approx(wanted, rel=1e-6)  # Lightning keeps metrics in float32
 
 
@@ -91,6 +123,9 @@ def test_validation_counts_every_token_once(pools):
         ("no checkpoint", "does not exist"),
         ("precision", "the plan's dtype sets the precision"),
         ("devices", "toaster"),
+        ("other documents", "ranks [2] got another first batch than rank 0 of their replica 0"),
+        ("other sequences", "ranks [1] got another first batch than rank 0 of their replica 0"),
+        ("boundaries", "documents[0][2] must be above 50, the boundary before it, got 40"),
     ],
 )
 def test_every_rank_is_told_what_is_wrong(pools, tmp_path, kind, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import warnings
@@ -10,14 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from hexiseq.data import HexiSeqDataModule
-from hexiseq.models import build_model
+from hexiseq.data import HexiSeqDataModule, restarted_positions
+from hexiseq.models import build_model, decoder_layers
 from hexiseq.module import CausalLM
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.strategy import HexiSeqStrategy
@@ -33,6 +36,14 @@ CONFIG = {
     "vocab_size": 288,
     "max_position_embeddings": 4096,
 }
+# A layer that sees everything, and one that sees the latest 25 tokens.
+WINDOWS = {
+    **{key: value for key, value in CONFIG.items() if key != "head_dim"},
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 25,
+    "max_window_layers": 1,
+}
 OPTIMIZER = {
     "lr": 3e-3,
     "betas": [0.9, 0.95],
@@ -44,6 +55,7 @@ OPTIMIZER = {
 SEQ_LEN = 93  # the outermost back half-slot of 4 tokens holds one
 
 UNEVEN = (make_replica(SEQ_LEN, 8, [(7, [(0, 30, 5), (1, 23, 4)]), (5, [(2, 40, 9)])]),)
+PACKED = (make_replica(SEQ_LEN, 8, [(7, [(0, 30, 5), (1, 23, 4)]), (5, [(2, 40, 9)])], sequences=2),)
 NO_TOKENS = (make_replica(SEQ_LEN, 8, [(7, [(0, 53, 4), (1, 0, 5)]), (5, [(2, 40, 9)])]),)
 REPLICAS = (
     make_replica(SEQ_LEN, 8, [(8, [(2, 61, 9)]), (4, [(0, 32, 9)])], sequences=2),
@@ -52,10 +64,10 @@ REPLICAS = (
 TWO = (make_replica(SEQ_LEN, 8, [(8, [(1, 61, 9)]), (4, [(0, 32, 9)])]),)
 
 
-def make_plan(replicas: tuple, *, dtype: str = "float64", recompute: str = "none") -> Plan:
+def make_plan(replicas: tuple, *, dtype: str = "float64", recompute: str = "none", exchange: str = "ring") -> Plan:
     ranks = sum(len(replica.ranks) for replica in replicas)
     devices = tuple(RankDevice("cpu", "here", "cpu") for _ in range(ranks))
-    return Plan("manual", SEQ_LEN, 9, 3, 8, 2, "ring", recompute, dtype, replicas, devices)
+    return Plan("manual", SEQ_LEN, 9, 3, 8, 2, exchange, recompute, dtype, replicas, devices)
 
 
 @dataclasses.dataclass
@@ -88,6 +100,17 @@ class Recorded(CausalLM):
         self.result.weights = full(dict(self.model.named_parameters()))
 
 
+class Compiled(Recorded):
+    """Its decoder layers are compiled, around attention."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            model = build_model(self.config, self.hexiseq.parameter_dtype, seed=None)
+            for layer in decoder_layers(model):
+                layer.compile(backend="aot_eager")
+            self.model = self.hexiseq.parallelize(model, self.seed)
+
+
 class Mean(CausalLM):
     """Returns what a user might: the mean over the rank's own tokens."""
 
@@ -106,26 +129,38 @@ def full(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {n.replace("_checkpoint_wrapped_module.", ""): t for n, t in whole.items()}
 
 
-def micro_steps(plan: Plan, labelled: bool) -> Iterator[dict[str, Tensor]]:
-    """Batches of the whole job. Labels are missing at random, and wherever UNEVEN's and NO_TOKENS's last rank is."""
+def micro_steps(plan: Plan, labelled: bool = True, packing: str | None = None) -> Iterator[dict[str, Any]]:
+    """Batches of the whole job. Labels are missing at random, and wherever UNEVEN's and NO_TOKENS's last rank is.
+
+    `packing`: None, ``documents`` for boundaries drawn at random, or ``restarted`` for positions that restart as well.
+    """
     generator = torch.Generator().manual_seed(5)
+    cuts = torch.Generator().manual_seed(6)
     while True:
         ids = torch.randint(0, 259, (plan.sequences, SEQ_LEN), generator=generator)
         labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, -100, ids)
         labels[:, 28:76] = -100
-        yield {"input_ids": ids, "labels": labels if labelled else torch.full_like(ids, -100)}
+        batch = {"input_ids": ids, "labels": labels if labelled else torch.full_like(ids, -100)}
+        if packing:
+            batch["documents"] = [
+                [0, *sorted((torch.randperm(SEQ_LEN - 1, generator=cuts)[:count] + 1).tolist()), SEQ_LEN]
+                for count in torch.randint(0, 8, (plan.sequences,), generator=cuts).tolist()
+            ]
+        if packing == "restarted":
+            batch["position_ids"] = torch.from_numpy(np.stack([restarted_positions(d) for d in batch["documents"]]))
+        yield batch
 
 
 class Batches:
     """A rank's share of `micro_steps`."""
 
-    def __init__(self, plan: Plan, labelled: bool = True) -> None:
-        self.plan, self.labelled, replica = plan, labelled, plan.place(dist.get_rank())[0]
+    def __init__(self, plan: Plan, labelled: bool = True, packing: str | None = None) -> None:
+        self.plan, self.labelled, self.packing, replica = plan, labelled, packing, plan.place(dist.get_rank())[0]
         first = sum(r.sequences for r in plan.replicas[:replica])
         self.rows = slice(first, first + plan.replicas[replica].sequences)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in micro_steps(self.plan, self.labelled):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in micro_steps(self.plan, self.labelled, self.packing):
             yield {name: value[self.rows] for name, value in batch.items()}
 
 
@@ -155,19 +190,28 @@ def trainer(strategy: HexiSeqStrategy, **settings: Any) -> L.Trainer:
 
 def exact_norms(dtype: str) -> None:
     """Hugging Face computes norms in float32 whatever the model's type; in a float64 comparison neither side may."""
-    if not hasattr(LlamaRMSNorm, "stock"):
-        LlamaRMSNorm.stock = LlamaRMSNorm.forward
-    LlamaRMSNorm.forward = _norm if dtype == "float64" else LlamaRMSNorm.stock
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+        if "stock" not in vars(norm):
+            norm.stock = norm.forward
+        norm.forward = _norm if dtype == "float64" else norm.stock
 
 
-def _norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
+def _norm(self: Any, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
-def train(plan: Plan, steps: list[int], clip: float | None, **strategy: Any) -> Result:
+def train(
+    plan: Plan,
+    steps: list[int],
+    clip: float | None,
+    config: dict[str, Any] = CONFIG,
+    packing: str | None = None,
+    compiled: bool = False,
+    **strategy: Any,
+) -> Result:
     """Optimizer steps of `steps` micro-steps each; all equal but for a shorter last one."""
     exact_norms(plan.dtype)
-    module = Recorded(CONFIG, OPTIMIZER, seed=7)
+    module = (Compiled if compiled else Recorded)(config, OPTIMIZER, seed=7)
     job = trainer(
         HexiSeqStrategy(plan, **strategy),
         max_epochs=1,
@@ -175,33 +219,51 @@ def train(plan: Plan, steps: list[int], clip: float | None, **strategy: Any) -> 
         accumulate_grad_batches=steps[0],
         gradient_clip_val=clip,
     )
-    job.fit(module, Batches(plan))
+    job.fit(module, Batches(plan, packing=packing))
     return module.result
 
 
-def reference(plan: Plan, steps: list[int], clip: float | None) -> Result:
+def plain_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    """Sum of the token losses of a plain model, and their number.
+
+    Documents with positions that restart are left to Hugging Face, others are a block-diagonal mask.
+    """
+    documents, positions = batch.get("documents"), batch.get("position_ids")
+    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    mask = None
+    if documents is not None:
+        token, number = torch.arange(SEQ_LEN), torch.zeros_like(batch["input_ids"])
+        for row, ends in enumerate(documents):
+            labels[row, [end - 1 for end in ends]] = -100
+            for start in ends[:-1]:
+                number[row, start:] += 1
+        if positions is None:
+            mask = (token[:, None] >= token) & (number[:, :, None] == number[:, None, :])[:, None]
+    logits = model(input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions, use_cache=False).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, int((labels != -100).sum())
+
+
+def reference(
+    plan: Plan, steps: list[int], clip: float | None, config: dict[str, Any] = CONFIG, packing: str | None = None
+) -> Result:
     """The same with the plain model in one process."""
     exact_norms(plan.dtype)
     dtype = torch.float64 if plan.dtype == "float64" else torch.float32
-    model = build_model(CONFIG, dtype, seed=7)
+    model = build_model(config, dtype, seed=7)
     model.set_attn_implementation("sdpa")
     groups = [
         {"params": [p for p in model.parameters() if (p.ndim > 1) == matrix], "weight_decay": 0.1 * matrix}
         for matrix in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER["lr"], betas=tuple(OPTIMIZER["betas"]))
-    batches = micro_steps(plan, True)
+    batches = micro_steps(plan, packing=packing)
     result = Result()
     for accumulation in steps:
         optimizer.zero_grad()
-        micro = [next(batches) for _ in range(accumulation)]
-        valid = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro)
-        total = 0.0
-        for batch in micro:
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-            (loss / valid).backward()
-            total += loss.item()
+        losses, counts = zip(*(plain_loss(model, next(batches)) for _ in range(accumulation)), strict=True)
+        valid, total = sum(counts), sum(loss.item() for loss in losses)
+        (sum(losses) / valid).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip).item() if clip is not None else None
         result.losses.append(total / valid)
         result.valid.append(valid)
@@ -211,9 +273,18 @@ def reference(plan: Plan, steps: list[int], clip: float | None) -> Result:
     return result
 
 
-def compare(plan: Plan, steps: list[int], clip: float | None, strategy: dict[str, Any]) -> dict[str, float]:
+def compare(
+    plan: Plan,
+    steps: list[int],
+    clip: float | None,
+    strategy: dict[str, Any],
+    config: dict[str, Any] = CONFIG,
+    packing: str | None = None,
+    compiled: bool = False,
+) -> dict[str, float]:
     """Largest differences between both ways, gradients relative to the largest value of each."""
-    got, wanted = train(plan, steps, clip, **strategy), reference(plan, steps, clip)
+    got = train(plan, steps, clip, config, packing, compiled, **strategy)
+    wanted = reference(plan, steps, clip, config, packing)
     assert got.valid == wanted.valid
     assert got.grads.keys() == wanted.grads.keys()
     errors = {"loss": max(abs(a - b) / b for a, b in zip(got.losses, wanted.losses, strict=True))}
@@ -223,9 +294,10 @@ def compare(plan: Plan, steps: list[int], clip: float | None, strategy: dict[str
     return errors
 
 
-def data_module() -> HexiSeqDataModule:
+def data_module(packed: bool = False) -> HexiSeqDataModule:
     synthetic = {"documents": 60, "length": 50, "vocab_size": 40, "noise": 0.1}
-    return HexiSeqDataModule("synthetic", SEQ_LEN, 3, 0.05, synthetic=synthetic)
+    marks = {"mask_documents": packed, "restart_positions": packed}
+    return HexiSeqDataModule("synthetic", SEQ_LEN, 3, 0.05, synthetic=synthetic, **marks)
 
 
 def run_to(step: int, plan: Plan, start: str | None, end: str | None) -> dict[str, Any]:
@@ -287,19 +359,19 @@ def replaced(plans: list[Plan], other: Plan) -> tuple[list[float], list[float], 
     return modules[0].result.losses, modules[1].result.losses, message, float(job.callback_metrics["validation_loss"])
 
 
-def validate(plan: Plan) -> tuple[float, float]:
+def validate(plan: Plan, packed: bool) -> tuple[float, float]:
     """Validation loss over the plan, and of the plain model."""
     exact_norms(plan.dtype)
-    module, data = Recorded(CONFIG, OPTIMIZER, seed=7), data_module()
+    module, data = Recorded(CONFIG, OPTIMIZER, seed=7), data_module(packed)
     job = trainer(HexiSeqStrategy(plan))
     job.validate(module, datamodule=data, verbose=False)
     model = build_model(CONFIG, torch.float64, seed=7)
     total, valid = 0.0, 0
     for index in range(len(data.validation_source)):
-        ids, labels = (torch.from_numpy(x) for x in data.validation_source[index])
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        total += nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
-        valid += int((labels[1:] != -100).sum())
+        ids, labels = (torch.from_numpy(x)[None] for x in data.validation_source[index])
+        batch = {"input_ids": ids, "labels": labels, **data.marks(data.validation_source, [index])}
+        loss, count = plain_loss(model, batch)
+        total, valid = total + loss.item(), valid + count
     return float(job.callback_metrics["validation_loss"]), total / valid
 
 
@@ -307,14 +379,14 @@ def refusal(kind: str, plan: Plan, folder: str) -> str:
     """The text of the ValueError this rank ends with."""
     exact_norms(plan.dtype)
     module: CausalLM = CausalLM(CONFIG, OPTIMIZER, seed=7)
-    labelled, settings, strategy = True, {}, {}
+    batches, settings, strategy = Batches(plan), {}, {}
     start: str | None = None
     if kind == "mean":
         module = Mean(CONFIG, OPTIMIZER, seed=7)
     elif kind == "unparallel":
         module = Unparallel(CONFIG, OPTIMIZER, seed=7)
     elif kind == "unlabelled":
-        labelled = False
+        batches = Batches(plan, labelled=False)
     elif kind == "other model":
         start = folder
         module = CausalLM({**CONFIG, "intermediate_size": 80}, OPTIMIZER, seed=7)
@@ -324,9 +396,16 @@ def refusal(kind: str, plan: Plan, folder: str) -> str:
         settings["precision"] = "bf16-true"
     elif kind == "devices":
         strategy["identify"] = lambda device: ("cpu" if dist.get_rank() else "toaster", "here")
+    elif kind == "other documents":
+        batches = [{**next(iter(batches)), "documents": [[0, 40 + dist.get_rank() // 2, SEQ_LEN]]}]
+    elif kind == "other sequences":
+        first, second = itertools.islice(batches, 2)
+        batches = [second if dist.get_rank() == 1 else first]
+    elif kind == "boundaries":
+        batches = [{**next(iter(batches)), "documents": [[0, 50, 40, SEQ_LEN]]}]
     try:
         job = trainer(HexiSeqStrategy(plan, **strategy), max_steps=2, **settings)
-        job.fit(module, Batches(plan, labelled), ckpt_path=start)
+        job.fit(module, batches, ckpt_path=start)
     except ValueError as error:
         return str(error)
     return "nothing refused"
