@@ -56,12 +56,26 @@ def proportional(shares: Sequence[int], total: int) -> list[int]:
     return [b - a for a, b in pairwise(ends)]
 
 
-def rehearse_model(config: Mapping[str, Any], shrink: Mapping[str, int], vocab_size: int) -> dict[str, Any]:
-    """The Hugging Face config with the same heads and the sizes of `shrink`: layers, hidden, intermediate, head_dim."""
-    heads = config["num_attention_heads"]
+def rehearse_model(
+    config: Mapping[str, Any], shrink: Mapping[str, int], vocab_size: int, scale: float
+) -> dict[str, Any]:
+    """The Hugging Face config with the same heads and the sizes of `shrink`: layers, hidden, intermediate, head_dim.
+
+    Args:
+        scale: tokens of the rehearsal over those of the real sequence; a sliding window shrinks as much.
+    """
+    heads, layers = config["num_attention_heads"], min(shrink["layers"], config["num_hidden_layers"])
+    changed: dict[str, Any] = {}
+    if config.get("sliding_window") is not None:
+        changed["sliding_window"] = max(1, round(config["sliding_window"] * scale))
+    if config.get("max_window_layers") is not None:  # the layers before the first with a window
+        changed["max_window_layers"] = config["max_window_layers"] * layers // config["num_hidden_layers"]
+    if config.get("layer_types") is not None:
+        changed["layer_types"] = list(config["layer_types"])[:layers]
     return {
         **config,
-        "num_hidden_layers": min(shrink["layers"], config["num_hidden_layers"]),
+        **changed,
+        "num_hidden_layers": layers,
         # Hugging Face insists on a multiple of the heads, whatever the head dimension.
         "hidden_size": heads * -(-shrink["hidden"] // heads),
         "intermediate_size": shrink["intermediate"],

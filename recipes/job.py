@@ -43,6 +43,7 @@ class Job:
         cores: per rank, the CPU cores it is pinned to.
         device_names: device type -> what the driver calls it, to find the plan's devices among the ranks'.
         assigned: ranks are told which device they are (CPU ranks, rehearsals, devices measured in place).
+        on_gpus: the plan's devices are GPUs, and not rehearsed.
     """
 
     config: Config
@@ -52,10 +53,7 @@ class Job:
     cores: tuple[tuple[int, ...], ...]
     device_names: dict[str, tuple[str, ...]]
     assigned: bool
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.plan.devices[0].kernel not in ("cpu", "dense")
+    on_gpus: bool
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -66,6 +64,7 @@ class Job:
             "cores": [list(cores) for cores in self.cores],
             "device_names": {kind: list(names) for kind, names in self.device_names.items()},
             "assigned": self.assigned,
+            "on_gpus": self.on_gpus,
         }
 
     @staticmethod
@@ -78,6 +77,7 @@ class Job:
             cores=tuple(tuple(cores) for cores in data["cores"]),
             device_names={kind: tuple(names) for kind, names in data["device_names"].items()},
             assigned=data["assigned"],
+            on_gpus=data["on_gpus"],
         )
 
 
@@ -181,6 +181,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         cores,
         device_names={device.type: device.names for device in cluster.devices},
         assigned=on_cpu or target is not None or not config.get("cluster"),
+        on_gpus=not on_cpu and target is None,
     )
     plan.save(run_dir / "plan.json")
     if target:
@@ -254,7 +255,7 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     shrink = config["recipe"]["rehearsal"]
     small = rehearse_plan(plan, min(shrink["seq_len"], plan.seq_len))
     name = f"{config['model']['name']}-rehearsal"
-    shape = rehearse_model(config["model"]["config"], shrink, vocab_size)
+    shape = rehearse_model(config["model"]["config"], shrink, vocab_size, small.seq_len / plan.seq_len)
     config = {
         **config,
         "model": {"name": name, "weights": None, "config": shape},

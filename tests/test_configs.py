@@ -65,6 +65,7 @@ def test_model_has_a_shape_and_a_hugging_face_config(name: str) -> None:
         shape.kv_heads,
         shape.head_dim,
     )
+    assert shape.window == (4096 if name == "mistral_7b" else None)
     billions = {
         "llama3_8b": 8.0,
         "qwen3_8b": 8.2,
@@ -72,6 +73,7 @@ def test_model_has_a_shape_and_a_hugging_face_config(name: str) -> None:
         "llama_7b": 6.7,
         "llama_13b": 13.0,
         "llama3_70b": 70.6,
+        "mistral_7b": 7.24,
     }
     if name in billions:
         assert shape.parameters / 1e9 == pytest.approx(billions[name], rel=0.02)

@@ -12,6 +12,7 @@ from hexiseq import picture
 from hexiseq.cluster import device_from_config
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.rehearsal import proportional, rehearse_cluster, rehearse_model, rehearse_plan
+from hexiseq.workload import ModelShape
 from recipes.job import CONF
 from tests.test_configs import composed
 
@@ -50,18 +51,31 @@ def test_proportional_sums_and_stays_within_one(shares: list[int], total: int) -
     assert all(abs(size - share * total / sum(shares)) <= 1 for size, share in zip(sizes, shares, strict=True))
 
 
-@pytest.mark.parametrize("model", ["llama_3b", "llama_13b", "llama3_70b", "qwen3_8b"])
+@pytest.mark.parametrize("model", ["llama_3b", "llama_13b", "llama3_70b", "qwen3_8b", "mistral_7b"])
 def test_every_models_rehearsal_is_a_valid_config(model: str) -> None:
     config = composed("+cluster=h100_a100", f"model={model}")
-    small = rehearse_model(config["model"]["config"], config["recipe"]["rehearsal"], 300)
+    small = rehearse_model(config["model"]["config"], config["recipe"]["rehearsal"], 300, 0.1)
     assert AutoConfig.for_model(**small).num_attention_heads == config["model"]["config"]["num_attention_heads"]
 
 
 def test_model_keeps_its_heads() -> None:
     config = composed("+cluster=h100_a100")["model"]["config"]
-    small = rehearse_model(config, {"layers": 2, "hidden": 64, "intermediate": 128, "head_dim": 8}, 300)
+    small = rehearse_model(config, {"layers": 2, "hidden": 64, "intermediate": 128, "head_dim": 8}, 300, 0.1)
     assert (small["num_attention_heads"], small["num_key_value_heads"]) == (32, 8)
     assert (small["num_hidden_layers"], small["hidden_size"], small["head_dim"], small["vocab_size"]) == (2, 64, 8, 300)
+
+
+def test_windows_shrink_with_the_sequence() -> None:
+    shrink = {"layers": 2, "hidden": 64, "intermediate": 128, "head_dim": 8}
+    config = composed("model=mistral_7b")["model"]["config"]
+    assert rehearse_model(config, shrink, 300, 1 / 32)["sliding_window"] == 128
+    assert rehearse_model(config, shrink, 300, 1e-9)["sliding_window"] == 1
+    assert "sliding_window" not in rehearse_model(composed("model=qwen3_8b")["model"]["config"], shrink, 300, 0.5)
+    mixed = {**config, "model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 16}
+    shape = ModelShape.from_hf_config(rehearse_model(mixed, shrink, 300, 0.5))
+    assert (shape.layers, shape.window, shape.full_layers) == (2, 2048, 1)
+    typed = {**config, "model_type": "ministral", "layer_types": ["full_attention", "sliding_attention"] * 16}
+    assert rehearse_model(typed, shrink, 300, 0.5)["layer_types"] == ["full_attention", "sliding_attention"]
 
 
 def test_the_machine_is_shared_by_all_ranks() -> None:
