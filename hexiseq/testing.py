@@ -43,14 +43,14 @@ def _split(rng: random.Random, total: int, parts: int) -> list[int]:
     return sizes
 
 
-def draw_plan(seed: int, dtype: str = "float64", kernel: str = "cpu") -> Plan:
-    """A small plan drawn at random: 2 to 5 ranks in groups of 1 to 4, now and then two replicas, ranks shuffled.
+def draw_plan(seed: int, dtype: str = "float64", kernel: str = "cpu", exchange: str = "ring") -> Plan:
+    """A small plan drawn at random: 1 to 6 ranks in groups of 1 to 4, now and then two replicas, ranks shuffled.
 
     Tokens and heads are skewed, down to none or one of a rank; query heads per KV head are 1, 2, 3 or 8; groups own 1
     to 6 slots and more; the sequence often does not divide. The same `seed` gives the same plan.
     """
     rng = random.Random(seed)
-    world = rng.choice((2, 3, 3, 4, 4, 5, 5))
+    world = rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6))
     replicas = 2 if world >= 4 and rng.random() < 0.25 else 1
     sizes = [world] if replicas == 1 else [2, world - 2]
     ratio, kv = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 3, 4))
@@ -76,12 +76,31 @@ def draw_plan(seed: int, dtype: str = "float64", kernel: str = "cpu") -> Plan:
         made.append(make_replica(seq_len, 2 * half, cut))
     plan = Plan(
         policy="manual", seq_len=seq_len, num_heads=heads, num_kv_heads=kv, slot=2 * half, fusion=rng.randint(1, 4),
-        exchange="ring", recompute="none", dtype=dtype, replicas=tuple(made),
+        exchange=exchange, recompute="none", dtype=dtype, replicas=tuple(made),
         devices=(RankDevice("cpu", "here", kernel),) * world,
     )  # fmt: skip
     order = list(range(world))
     rng.shuffle(order)
     return plan.relabel(order)
+
+
+def draw_mask(seed: int, seq_len: int, sequences: int) -> dict[str, Any]:
+    """The ``causal``, ``documents`` and ``window`` of an attention call, drawn at random: plain in a quarter of cases.
+
+    Documents have from 1 token to all, another set for each sequence; windows from 1 token to more than all.
+    """
+    rng = random.Random(seed)
+    kind = rng.choice(("plain", "documents", "window", "both", "documents", "window", "not causal", "not causal"))
+    found: dict[str, Any] = {"causal": kind != "not causal", "documents": None, "window": None}
+    if kind in ("documents", "both") or (kind == "not causal" and rng.random() < 0.5):
+        edges = [
+            sorted({0, seq_len, *(rng.randint(1, seq_len) for _ in range(rng.choice((0, 1, 2, 4, 8))))})
+            for _ in range(sequences)
+        ]
+        found["documents"] = edges if rng.random() < 0.8 else [edges[0]] * sequences
+    if kind in ("window", "both"):
+        found["window"] = rng.choice((1, 2, rng.randint(1, seq_len), rng.randint(1, seq_len), seq_len + 1))
+    return found
 
 
 class WorkerError(RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from hexiseq.attention.layout import OWN, SEND_LAG, Block, Message, Part, Route,
 from hexiseq.plan import Plan
 
 Group = dist.ProcessGroup
+_REPORT_SECONDS = 3.0  # within which ranks that wait for the same one notice it
 
 
 class Buffers:
@@ -107,7 +109,12 @@ class Links:
     group: Group | None
     kv: Group | None
     dkv: Group | None
+    store: dist.Store
     buffers: Buffers = field(default_factory=Buffers)
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        return sorted(self.plan.replicas[self.plan.place(self.rank)[0]].ranks)
 
     def name(self, rank: int) -> str:
         device = self.plan.devices[rank]
@@ -115,14 +122,29 @@ class Links:
 
     @contextlib.contextmanager
     def naming(self, what: str, peers: Sequence[int]) -> Iterator[None]:
-        """Raise RuntimeError naming `what` was exchanged with which `peers` if the communication inside fails."""
+        """Raise RuntimeError naming `what` was exchanged with which `peers`, and who is missing, if that fails."""
         try:
             yield
         except RuntimeError as error:
+            missing = ", ".join(map(self.name, self._missing()))
             raise RuntimeError(
                 f"{self.name(self.rank)}: {what} with {', '.join(map(self.name, peers))} failed or took longer than "
-                f"{self.timeout.total_seconds():g} s: {error}"
+                f"{self.timeout.total_seconds():g} s{f' (missing: {missing})' if missing else ''}: {error}"
             ) from error
+
+    def _missing(self) -> list[int]:
+        """Ranks of the replica that do not report a failed wait, as those do that wait for one another.
+
+        A peer that has not answered may itself be waiting for a third; the one they all wait for is silent.
+        """
+        keys = {rank: f"hexiseq/stuck/{self.plan.digest()}/{rank}" for rank in self.replica_ranks}
+        deadline = time.monotonic() + _REPORT_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store can be gone with the rank that kept it
+            self.store.set(keys.pop(self.rank), "")
+            while keys and time.monotonic() < deadline:
+                keys = {rank: key for rank, key in keys.items() if not self.store.check([key])}
+                time.sleep(0.05)
+        return list(keys)
 
 
 def to_heads(route: Route, links: Links, lease: Lease, tensors: Sequence[Tensor], kinds: str) -> list[Tensor]:
@@ -443,7 +465,7 @@ class _Gathering:
     ) -> None:  # fmt: skip
         self.kind, self.links, self.lease, self.group = kind, links, lease, group
         batch, two, dim = shape
-        ranks = sorted(links.plan.replicas[links.plan.place(links.rank)[0]].ranks)
+        ranks = links.replica_ranks
 
         def laid_out(messages: Sequence[Message], peers: list[int], most: int) -> tuple[Tensor, list[int], list]:
             sizes = [m.size * batch * two * dim for m in messages]

@@ -35,9 +35,12 @@ def attend_op(
         rows, batch, heads, dim = q_h.shape
         out = lse = None
         if not _adopts(route, q):
-            # Rows outermost, so that the result goes back as it lies.
-            out = lease.take(q_h, (rows, batch, heads, dim), dtype=_accumulator(q)).permute(1, 2, 0, 3)
-            lse = q_h.new_empty(batch, heads, rows, dtype=_accumulator(q))
+            wide = _accumulator(q)
+            if len(route.members) == 1:
+                out = q_h.new_empty(batch, rows, heads, dim, dtype=wide).transpose(1, 2)
+            else:  # rows outermost, so that the result goes back as it lies
+                out = lease.take(q_h, (rows, batch, heads, dim), dtype=wide).permute(1, 2, 0, 3)
+            lse = q_h.new_empty(batch, heads, rows, dtype=wide)
         for block, kv in walk_kv(route, links, lease, k_h, v_h):
             for call, fragment in _work(route, block):
                 keys, values = _kv_views(block, kv, k_h, v_h, call, fragment)

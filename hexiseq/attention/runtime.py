@@ -68,8 +68,7 @@ class Runtime:
                     mine[kind] = made
         self.replica_group = mine.get("replica")
         self.group, self.kv_group, self.dkv_group = mine.get("group"), mine.get("kv"), mine.get("dkv")
-        self._replica_ranks = sorted(plan.replicas[plan.place(self.rank)[0]].ranks)
-        self.links = Links(plan, self.rank, timeout, self.group, self.kv_group, self.dkv_group)
+        self.links = Links(plan, self.rank, timeout, self.group, self.kv_group, self.dkv_group, _store())
         self.handle = next(_handles)
         _runtimes[self.handle] = self
         _by_digest[plan.digest()] = self
@@ -113,17 +112,18 @@ class Runtime:
         mine = tuple(call.values())
         if self.replica_group is None or (device.type != "cpu" and mine in self._agreed):
             return
+        ranks = self.links.replica_ranks
         said = torch.empty(dist.get_world_size(self.replica_group), len(mine), dtype=torch.float64, device=device)
-        with self.links.naming("comparing calls", [r for r in self._replica_ranks if r != self.rank]):
-            dist.all_gather_into_tensor(
+        with self.links.naming("comparing calls", [r for r in ranks if r != self.rank]):
+            dist.all_gather_single(
                 said, torch.tensor([mine], dtype=torch.float64, device=device), group=self.replica_group
             )
         first, *others = said.tolist()
-        for rank, theirs in zip(self._replica_ranks[1:], others, strict=True):
+        for rank, theirs in zip(ranks[1:], others, strict=True):
             for name, a, b in zip(call, first, theirs, strict=True):
                 if a != b:
                     raise ValueError(
-                        f"ranks call attend differently: {name} is {a:g} on rank {self._replica_ranks[0]}, {b:g} on "
+                        f"ranks call attend differently: {name} is {a:g} on rank {ranks[0]}, {b:g} on "
                         f"rank {rank}; all ranks of a replica must make the same calls"
                     )
         self._agreed.add(mine)
@@ -233,6 +233,11 @@ def _agree(plan: Plan, rank: int) -> kernels.Kernel:
         raise ValueError(f"{', '.join(bad)}; the choices are {', '.join(kernels.NAMES)}")
     assert kernel is not None
     return kernel
+
+
+def _store() -> dist.Store:
+    """The job's own key-value store; a store of a name that no public function returns."""
+    return dist.PrefixStore("hexiseq_attention", dist.distributed_c10d._get_default_store())
 
 
 def _device() -> torch.device:
