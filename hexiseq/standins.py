@@ -7,8 +7,9 @@ interfaces that flash-attn 3 has had: 3.0.0b1, shipped in the ``hopper`` folder 
 ``window_size_left, window_size_right``. All tensors are ``[B, S, H, D]``, lse is ``[B, H, S]``; a query sees its own
 key and ``left`` and ``right`` keys beside it (-1: all), query and key rows aligned at their ends.
 
-PyTorch's CPU flash attention does the work, at its own speed: full rectangles and causal squares as they are,
-anticausal squares (``left`` 0) reversed. Any other mask is computed densely, with the whole score matrix in memory.
+PyTorch's CPU flash attention does the work, at its own speed but for one copy of gradients into given buffers: full
+rectangles and causal squares as they are, anticausal squares (``left`` 0) reversed. Any other mask is computed densely,
+with the whole score matrix in memory.
 Dropout, soft capping, ALiBi and inference features (paged or appended KV, rotary embedding, fp8) are refused.
 """
 
