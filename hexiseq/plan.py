@@ -429,7 +429,8 @@ def table(plan: Plan) -> str:
     if (p := plan.predicted) is not None:
         lines.append(
             f"predicted: {p.step_seconds:.4g} s a step, {p.tokens_per_second:,.0f} tokens/s (compute "
-            f"{p.compute_seconds:.3g} s, all-to-all {p.all_to_all_seconds:.3g} s, ring {p.ring_seconds:.3g} s, "
+            f"{p.compute_seconds:.3g} s, all-to-all {p.all_to_all_seconds:.3g} s, "
+            f"{plan.exchange} {p.ring_seconds:.3g} s, "
             f"parameters {p.parameter_seconds:.3g} s)"
         )
     if plan.bound is not None and plan.gap is not None:

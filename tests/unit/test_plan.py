@@ -240,6 +240,8 @@ def test_table_shows_every_rank_and_rival():
     assert any(line.startswith("ring") and "1.333x" in line for line in lines)
     assert any(line.startswith("ulysses") and line.endswith("6 heads over 4 ranks") for line in lines)
     assert "gap 25.0%" in text
+    assert "all-to-all 0.1 s, ring 0.2 s, parameters 0.3 s" in text
+    assert "all-to-all 0.1 s, allgather 0.2 s, parameters 0.3 s" in table(example(exchange="allgather"))
     twice = table(example(excluded=(ExcludedDevice("v100", "c", "too slow"),) * 2))
     assert "left out: 2 x v100 on c: too slow" in twice
     assert align(["a", "bb"], [["ccc", "d"]]) == ["a    bb", "ccc  d"]

@@ -14,7 +14,7 @@ from hexiseq import cost
 from hexiseq.attention.layout import routes
 from hexiseq.cluster import Cluster, Device, Node, Seat
 from hexiseq.cost import OutOfMemory
-from hexiseq.plan import Plan, fits_slots, fragments
+from hexiseq.plan import EXCHANGES, Plan, fits_slots, fragments
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
@@ -118,6 +118,58 @@ def test_illegal_policies_name_limit_and_remedy():
     assert row.status == "illegal"
     assert "9 query heads" in row.reason
     assert row.step_seconds is None
+
+
+def wired(gb_per_s, memory=80.0, launch_us=10.0):
+    """Eight devices of one type on one node."""
+    seat = Seat(dataclasses.replace(A100, memory_gb=memory, launch_us=launch_us))
+    return Cluster("wired", (Node("n", (seat,) * 8, gb_per_s, 1, 25),))
+
+
+@pytest.mark.parametrize("policy", ["hexiseq", "ring", "usp"])
+def test_the_exchange_is_the_faster_one(policy):
+    # Gathered KV needs fewer kernel calls; the ring hides more of the transfer.
+    for cluster, better in ((wired(100.0), "ring"), (wired(10_000.0, launch_us=2000.0), "allgather")):
+        plans = {e: solve(cluster, job(seq_len=65536), policy, exchange=e) for e in (None, "auto", *EXCHANGES)}
+        assert {e: plans[e].exchange for e in EXCHANGES} == {e: e for e in EXCHANGES}
+        assert plans["auto"].predicted == plans[None].predicted
+        seconds = {e: plan.predicted.step_seconds for e, plan in plans.items()}
+        if policy == "ring":
+            assert plans[None].exchange == better
+            assert seconds[None] == seconds[better] < max(seconds[e] for e in EXCHANGES)
+        assert seconds[None] <= seconds["ring"]
+        rows = {e: {r.name: r.step_seconds for r in plan.rivals} for e, plan in plans.items()}
+        for name in ("ring", "usp"):
+            assert rows[None][name] == min(rows[e][name] for e in EXCHANGES)
+        for plan in plans.values():
+            assert all(plan.predicted.step_seconds <= r.step_seconds * (1 + 1e-9) for r in plan.rivals
+                       if policy == "hexiseq" and r.step_seconds)  # fmt: skip
+
+
+def test_an_exchange_that_does_not_fit_is_not_chosen():
+    work = job(seq_len=262144)
+    cluster = wired(10_000.0, launch_us=2000.0)
+    needs = {e: max(solve(cluster, work, "ring", exchange=e, rivals=False).predicted.memory_gb) for e in EXCHANGES}
+    assert needs["ring"] < needs["allgather"]
+    between = (needs["ring"] + needs["allgather"]) / 2 / cost.MEMORY_FRACTION
+    tight = wired(10_000.0, between, launch_us=2000.0)
+    assert solve(cluster, work, "ring", rivals=False).exchange == "allgather"
+    assert solve(tight, work, "ring", rivals=False).exchange == "ring"
+    with pytest.raises(OutOfMemory, match="would fit"):
+        solve(tight, work, "ring", exchange="allgather", rivals=False)
+    found = solve(tight, work, rivals=False)
+    assert all(u <= m for u, m in zip(found.predicted.memory_gb, found.predicted.memory_limit_gb, strict=True))
+
+
+def test_mistaken_exchanges_are_named():
+    with pytest.raises(ValueError, match=r"strategy\.exchange 'mail' is not one of auto, ring, allgather"):
+        solve(CPU_MIXED, small_job(), exchange="mail")
+    plan = solve(CPU_MIXED, small_job(), "ring", exchange="allgather", rivals=False)
+    for wanted in (None, "auto", "allgather"):
+        again = solve(CPU_MIXED, small_job(), "manual", manual=plan, exchange=wanted, rivals=False)
+        assert again.digest() == plan.digest()
+    with pytest.raises(ValueError, match=r"strategy\.exchange is ring, the manual plan's exchange allgather"):
+        solve(CPU_MIXED, small_job(), "manual", manual=plan, exchange="ring")
 
 
 SMALL_MEMORY = Cluster(
@@ -249,6 +301,7 @@ def test_never_worse_than_a_rival_on_any_cluster(seed):
     )  # fmt: skip
     heads = rng.choice(((9, 3), (8, 8), (16, 2), (12, 4)))
     model = ModelShape("m", 4, 512, 1024, *heads, 64, 1000)
+    model = dataclasses.replace(model, window=rng.choice((None, 500, 5000)))
     work = job(model, rng.choice((1000, 4096, 30011, 65536)), "bfloat16", rng.choice(("none", "selective", "full")))
     cluster = Cluster("random", nodes)
     try:
