@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 import training_cases as cases
 from training_cases import CONFIG, NO_TOKENS, PACKED, REPLICAS, TWO, UNEVEN, WINDOWS, make_plan
 
+from hexiseq.data import restarted_positions
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.strategy import HexiSeqStrategy, match_ranks
 
@@ -155,6 +159,68 @@ def test_ranks_are_matched_by_type_and_node():
     assert "a     fast         2         1" in str(caught.value)
     with pytest.raises(ValueError, match="4 ranks are not the plan's 5 devices"):
         match_ranks(plan, kinds[:4])
+
+
+N = cases.SEQ_LEN
+
+
+def cutter(rank: int, replicas: tuple = PACKED) -> HexiSeqStrategy:
+    strategy = HexiSeqStrategy(make_plan(replicas))
+    strategy._plan, strategy.cluster_environment = strategy._given, SimpleNamespace(global_rank=lambda: rank)
+    return strategy
+
+
+def test_a_batch_is_cut_with_its_documents():
+    ids, ends = torch.arange(2 * N).reshape(2, N), [[0, 1, 50, N], [0, 60, N]]
+    batch = {"input_ids": ids, "documents": [torch.tensor(ends[0]), np.array(ends[1])]}
+    positions = torch.from_numpy(np.stack([restarted_positions(e) for e in ends]))
+    shards = [cutter(rank).cut({**batch, "position_ids": positions}) for rank in range(3)]
+    ids_of, labels_of = ([shard[key] for shard in shards] for key in ("input_ids", "shift_labels"))
+    target = dict(zip(torch.cat(ids_of, 1).flatten().tolist(), torch.cat(labels_of, 1).flatten().tolist(), strict=True))
+    last = {row * N + end - 1 for row in range(2) for end in ends[row][1:]}
+    assert target == {i: -100 if i in last else i + 1 for i in range(2 * N)}
+    for shard in shards:
+        assert shard["documents"] == ends
+        assert torch.equal(shard["position_ids"], positions.flatten()[shard["input_ids"]])
+
+    # Without documents, and with one in each sequence, nothing is marked.
+    plain, single = (cutter(1).cut({"input_ids": ids, **more}) for more in ({}, {"documents": [[0, N], (0, N)]}))
+    assert plain.keys() == single.keys() == {"input_ids", "position_ids", "shift_labels", "num_items_in_batch"}
+    assert torch.equal(plain["position_ids"], plain["input_ids"] % N)
+    assert all(torch.equal(plain[name], single[name]) for name in plain if name != "num_items_in_batch")
+
+    # The dummy token of a rank without any.
+    dummy = cutter(1, NO_TOKENS).cut({"input_ids": ids[:1], "documents": ends[:1]})
+    assert dummy["documents"] == ends[:1]
+    assert dummy["shift_labels"].tolist() == [[-100]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"documents": [[0, N]]}, "list of the boundaries of each of its 2 sequences, got 1"),
+        ({"documents": 3}, "each of its 2 sequences, got 3"),
+        ({"documents": [[0, N], [N]]}, r"documents\[1\] must be a list of at least 2 boundaries, 0 and 93, got \[93\]"),
+        ({"documents": [[0, N], N]}, r"documents\[1\] must be a list of at least 2 boundaries, 0 and 93, got 93"),
+        ({"documents": [[0, N], [0, 4.5, N]]}, r"documents\[1\]\[1\] must be an integer, got 4.5"),
+        ({"documents": [[1, N], [0, N]]}, r"documents\[0\] must reach from 0 to the sequence's 93 tokens, got 1 to 93"),
+        ({"documents": [[0, N], [0, N + 1]]}, r"documents\[1\] must reach .* 93 tokens, got 0 to 94"),
+        ({"documents": [[0, N], [0, 7, 7, N]]}, r"documents\[1\]\[2\] must be above 7, the boundary before it, got 7"),
+        (
+            {"position_ids": torch.zeros(2, 9).long()},
+            r"must be torch.int64 of shape \[2, 93\], got torch.int64 \[2, 9\]",
+        ),
+        ({"position_ids": torch.arange(-1.0, N - 1).expand(2, -1)}, r"must be torch.int64 .*, got torch.float32"),
+        ({"position_ids": torch.arange(-1, N - 1).expand(2, -1)}, "must be at least 0, got -1"),
+        (
+            {"position_ids": torch.arange(2 * N).reshape(2, N) % 140},
+            r"position_ids\[1\] jump from 139 to 0 at token 47: pass documents, with 47 as a boundary if",
+        ),
+    ],
+)
+def test_malformed_batches_are_named(batch, message):
+    with pytest.raises(ValueError, match=message):
+        cutter(0).cut({"input_ids": torch.zeros(2, N, dtype=torch.int64), **batch})
 
 
 def test_the_strategy_needs_a_plan_or_what_to_make_one_from():

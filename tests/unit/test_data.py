@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from hexiseq.data import ByteTokenizer, HexiSeqDataModule, SequenceSource, ValidationSource, stdlib_files, text_files
+from hexiseq.data import (
+    ByteTokenizer,
+    HexiSeqDataModule,
+    SequenceSource,
+    ValidationSource,
+    restarted_positions,
+    stdlib_files,
+    text_files,
+)
 from hexiseq.plan import Plan, RankDevice, make_replica
 
 SYNTHETIC = {"documents": 20, "length": 100, "vocab_size": 32, "noise": 0.1}
@@ -55,6 +63,49 @@ def test_validation_labels_each_token_once():
     labels = np.concatenate([source[i][1] for i in range(len(source) + 2)])
     assert labels[labels != -100].tolist() == [*range(10), 99, *range(5), 99]
     assert all(len(source[i][0]) == 8 for i in range(len(source) + 2))
+
+
+def test_boundaries_are_where_documents_start():
+    documents = [np.full(length, length) for length in (3, 30, 7, 55, 11)]
+    source = SequenceSource(documents, seq_len=10, eos=99, seed=0)
+    for index in range(2 * len(source)):
+        tokens, ends = source[index], source.boundaries(index)
+        # After an eos, and nowhere else; an eos belongs to the document before it.
+        assert ends == sorted({0, 10, *(np.flatnonzero(tokens == 99) + 1).tolist()})
+    whole = SequenceSource([np.arange(9), np.arange(9)], seq_len=10, eos=99, seed=0)
+    assert whole.boundaries(0) == whole.boundaries(1) == [0, 10]
+    assert restarted_positions([0, 1, 4, 10]).tolist() == [0, 0, 1, 2, 0, 1, 2, 3, 4, 5]
+
+
+def test_boundaries_of_validation_part_the_filling_off():
+    source = ValidationSource([np.arange(10), np.arange(5)], seq_len=8, eos=99)
+    assert [source.boundaries(i) for i in range(4)] == [[0, 8], [0, 3, 8], [0, 1, 8], [0, 8]]
+    assert ValidationSource([np.arange(7)], seq_len=8, eos=99).boundaries(0) == [0, 8]
+
+
+def test_batches_carry_documents_when_asked():
+    plain, marked, restarted = (
+        attach(synthetic(mask_documents=mask, restart_positions=restart), plan(2, 1), 0)
+        for mask, restart in ((False, False), (True, False), (True, True))
+    )
+    for loader in ("train_dataloader", "val_dataloader"):
+        batches = [next(iter(getattr(module, loader)())) for module in (plain, marked, restarted)]
+        ids = batches[0]["input_ids"]
+        assert all(torch.equal(batch["input_ids"], ids) for batch in batches)
+        assert "documents" not in batches[0]
+        assert batches[1].keys() == {*batches[0], "documents"}
+        assert batches[2].keys() == {*batches[1], "position_ids"}
+        source = marked.train_source if loader == "train_dataloader" else marked.validation_source
+        assert batches[1]["documents"] == batches[2]["documents"] == [source.boundaries(0), source.boundaries(1)]
+        positions = np.stack([restarted_positions(ends) for ends in batches[2]["documents"]])
+        assert torch.equal(batches[2]["position_ids"], torch.from_numpy(positions))
+    assert any(len(ends) > 2 for index in range(9) for ends in [marked.train_source.boundaries(index)])
+
+
+def test_ranks_that_read_other_documents_are_found():
+    one, two = ([np.arange(5), np.arange(4)], [np.array([*range(5), 99, *range(4)])])
+    prints = [SequenceSource(documents, 4, 99, 0).fingerprint() for documents in (one, two)]
+    assert prints[0] != prints[1]
 
 
 def test_replicas_take_consecutive_sequences_and_the_position_survives_another_plan():
@@ -117,6 +168,8 @@ def test_synthetic_documents_repeat_their_first_half():
         ({"source": "text_dir", "path": "/nowhere/at/all"}, "'/nowhere/at/all' is not a folder"),
         ({"synthetic": {"documents": 3}}, "needs exactly documents, length"),
         ({"synthetic": {**SYNTHETIC, "vocab_size": 300}}, "from 2 to 256, got 300"),
+        ({"mask_documents": 1}, "data.mask_documents must be true or false, got 1"),
+        ({"restart_positions": True}, "data.restart_positions=true needs data.mask_documents=true"),
         ({"tokenizer": "/nowhere"}, "not 'bytes' and not a saved tokenizer"),
     ],
 )
