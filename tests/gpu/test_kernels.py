@@ -142,10 +142,3 @@ def test_deterministic_algorithms_repeat_bit_for_bit(loaded, mask):
         torch.use_deterministic_algorithms(False)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-
-
-def test_auto_takes_a_kernel_for_gpus(loaded):
-    _, dtype = loaded
-    kernel = kernels.load("auto", str(dtype).removeprefix("torch."))
-    assert kernel.device in ("cuda", None)
-    assert kernel.reason

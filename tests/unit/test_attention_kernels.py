@@ -217,9 +217,7 @@ def machine():
         ((10, 0), ("flash-attn", "flash-attn-3"), None, "bfloat16", "flash_attn2"),
         ((10, 0), ("flash-attn", "flash-attn-3"), "FA4", "bfloat16", "torch_flash"),
         ((8, 0), ("flash-attn",), None, "float32", "torch_efficient"),
-        ((8, 0), ("flash-attn",), None, "float64", "dense"),
         ((7, 0), ("flash-attn",), None, "float16", "torch_efficient"),
-        ((7, 0), ("flash-attn",), None, "bfloat16", "dense"),
     ],
 )
 def test_choice_follows_device_installation_and_dtype(machine, capability, installed, activated, dtype, chosen):
@@ -231,8 +229,23 @@ def test_choice_follows_device_installation_and_dtype(machine, capability, insta
     assert loaded.reason.startswith(reason)
     # What was passed over is said, with the reason.
     for other in kernels.ADAPTERS[: kernels.ADAPTERS.index(chosen)] if capability and not activated else ():
-        if other != "cpu":
-            assert f"not {other}: " in reason
+        assert f"not {other}: " in reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "problem"),
+    [
+        ((7, 0), "bfloat16", "torch_efficient: bfloat16 needs compute capability 8.0"),
+        ((9, 0), "float64", "not in float64"),
+    ],
+)
+def test_dense_is_not_chosen_for_a_gpu(machine, capability, dtype, problem):
+    machine(capability)
+    with pytest.raises(
+        ValueError, match=rf"no kernel is made for {dtype} on GPU .*{problem}.*dense computes it if named"
+    ):
+        kernels.load("auto", dtype)
+    assert kernels.load("dense", dtype).name == "dense"
 
 
 def test_load_says_what_stands_behind_torch_flash(machine, caplog):
@@ -295,14 +308,22 @@ def test_flash_attn_is_found_by_distribution_and_signature(machine, monkeypatch)
     machine((9, 0), ("flash-attn", "flash-attn-3"))
     assert flash_attn2.unusable("float16") is flash_attn3.unusable("float16") is None
     two, three = sys.modules["flash_attn.flash_attn_interface"], sys.modules["flash_attn_interface"]
-    # Custom ops have their function's parameters.
     for name, function in standins.FLASH_ATTN_3_OPS.items():
-        monkeypatch.setattr(three, name, type("CustomOpDef", (), {"_init_fn": staticmethod(function)})())
+        monkeypatch.setattr(three, name, function)
     assert flash_attn3.unusable("float16") is None
     monkeypatch.setattr(two, "_flash_attn_forward", lambda q, k, v, dropout_p, softmax_scale, causal, window_size: None)
     assert "_flash_attn_forward of flash-attn 2.8.3 takes (q, k, v" in flash_attn2.unusable("float16")
     monkeypatch.delattr(three, "_flash_attn_backward")
     assert "_flash_attn_backward of flash-attn-3 3.0.0b1 takes (), not (dout, q" in flash_attn3.unusable("float16")
+
+
+def test_parameters_of_custom_ops_are_their_functions():
+    def function(q: torch.Tensor, window_size_left: int = -1) -> torch.Tensor:
+        return q.clone()
+
+    op = torch.library.custom_op("hexiseq_test::function", mutates_args=())(function)
+    assert kernels.parameters(op) == kernels.parameters(function) == ("q", "window_size_left")
+    assert kernels.parameters(None) == ()
 
 
 def test_a_module_called_flash_attn_is_not_enough(monkeypatch):

@@ -79,6 +79,9 @@ def choose(dtype: str) -> tuple[str, str]:
 
     flash-attn 3 on Hopper, flash-attn 2 on Ampere and later, where installed; else PyTorch's own flash attention, and
     its memory-efficient attention on older GPUs. A process that has activated FA3 or FA4 in PyTorch gets that.
+
+    Raises:
+        ValueError: only the dense reference could; a job must ask for that by name.
     """
     if not torch.cuda.is_available():
         return "cpu", "there is no CUDA device"
@@ -87,13 +90,14 @@ def choose(dtype: str) -> tuple[str, str]:
     if activated is not None and _adapter("torch_flash").unusable(dtype) is None:
         return "torch_flash", f"{activated} was activated in PyTorch"
     passed_over: list[str] = []
-    for name in ADAPTERS:
-        problem = _adapter(name).unusable(dtype)
-        if problem is None and name != "cpu":
+    for name in ("flash_attn3", "flash_attn2", "torch_flash", "torch_efficient"):
+        if (problem := _adapter(name).unusable(dtype)) is None:
             return name, "; ".join([f"the fastest for {dtype} on {device}", *passed_over])
-        if problem is not None:
-            passed_over.append(f"not {name}: {problem}")
-    raise AssertionError("dense runs everywhere")
+        passed_over.append(f"not {name}: {problem}")
+    raise ValueError(
+        f"no kernel is made for {dtype} on {device}: {'; '.join(passed_over)}; "
+        "kernel dense computes it if named, with the whole score matrix in memory"
+    )
 
 
 def _adapter(name: str) -> Any:
