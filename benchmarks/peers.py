@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,13 +66,13 @@ def load(name: str, rank: int, ranks: int, seq_len: int) -> Method:
 def _torch_ring(rotation: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """torch's context parallel. `context_parallel` itself refuses CPU tensors; what it calls does not."""
 
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+
     class Ring(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             torch_cp._cp_options.rotate_method = rotation
-            out, lse = torch_cp._templated_ring_attention(
-                dist.group.WORLD, 2, _forward_op, q, k, v, is_causal=True, dropout_p=0.0
-            )
+            out, lse = torch_cp._templated_ring_attention(group, 2, _forward_op, q, k, v, is_causal=True, dropout_p=0.0)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
@@ -81,7 +81,7 @@ def _torch_ring(rotation: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             torch_cp._cp_options.rotate_method = rotation
             q, k, v, out, lse = ctx.saved_tensors
             return torch_cp._templated_ring_attention_backward(
-                dist.group.WORLD, 2, _backward_op, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+                group, 2, _backward_op, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
             )  # fmt: skip
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
