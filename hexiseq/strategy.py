@@ -365,6 +365,11 @@ class HexiSeqStrategy(ModelParallelStrategy):
         Raises:
             ValueError: naming the entry, its value and what it must be.
         """
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            got = f"one with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(
+                f"a batch must be a dict with input_ids and optionally labels, documents, position_ids; got {got}"
+            )
         ids = batch["input_ids"]
         expected = (self.plan.replicas[self.replica].sequences, self.plan.seq_len)
         if tuple(ids.shape) != expected:

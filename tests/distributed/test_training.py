@@ -129,6 +129,7 @@ def test_validation_counts_every_token_once(pools, packed):
         ("devices", "toaster"),
         ("other documents", "ranks [2] got another first batch than rank 0 of their replica 0"),
         ("other sequences", "ranks [1] got another first batch than rank 0 of their replica 0"),
+        ("no batch", "a batch must be a dict with input_ids and optionally labels, documents, position_ids; got list"),
         ("boundaries", "documents[0][2] must be above 50, the boundary before it, got 40"),
     ],
 )

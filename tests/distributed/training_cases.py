@@ -164,6 +164,16 @@ class Batches:
             yield {name: value[self.rows] for name, value in batch.items()}
 
 
+class Always:
+    """The same batch again and again."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.batch)
+
+
 def trainer(strategy: HexiSeqStrategy, **settings: Any) -> L.Trainer:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
@@ -397,12 +407,14 @@ def refusal(kind: str, plan: Plan, folder: str) -> str:
     elif kind == "devices":
         strategy["identify"] = lambda device: ("cpu" if dist.get_rank() else "toaster", "here")
     elif kind == "other documents":
-        batches = [{**next(iter(batches)), "documents": [[0, 40 + dist.get_rank() // 2, SEQ_LEN]]}]
+        batches = Always({**next(iter(batches)), "documents": [[0, 40 + dist.get_rank() // 2, SEQ_LEN]]})
     elif kind == "other sequences":
         first, second = itertools.islice(batches, 2)
-        batches = [second if dist.get_rank() == 1 else first]
+        batches = Always(second if dist.get_rank() == 1 else first)
     elif kind == "boundaries":
-        batches = [{**next(iter(batches)), "documents": [[0, 50, 40, SEQ_LEN]]}]
+        batches = Always({**next(iter(batches)), "documents": [[0, 50, 40, SEQ_LEN]]})
+    elif kind == "no batch":
+        batches = Always([next(iter(batches))])
     try:
         job = trainer(HexiSeqStrategy(plan, **strategy), max_steps=2, **settings)
         job.fit(module, batches, ckpt_path=start)
