@@ -316,12 +316,12 @@ def _exchange_bytes(
 
 def _kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks."""
-    kv_tokens, dkv_tokens = _kv_tokens(plan, replica)
+    kv_tokens, dkv_tokens = _kv_tokens(plan, replica, workload.model.window)
     unit = 2 * workload.model.head_dim * replica.sequences
     return unit * workload.element_bytes * kv_tokens, unit * accumulator_bytes(workload) * dkv_tokens
 
 
-def _kv_tokens(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+def _kv_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens times KV heads from rank to rank in one pass: KV, and dKV.
 
     A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
@@ -336,43 +336,76 @@ def _kv_tokens(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
         for (first, last), (start, end) in zip(ranges, claims(ranges), strict=True):
             held[member, first:last] = speaks[member, start:end] = 1
             member += 1
-    fetched, delivered = _group_tokens(plan, replica)
+    fetched, delivered = _group_tokens(plan, replica, window)
     heads = speaks @ held.T
     return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
 
 
-def _group_tokens(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+def _group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens from group to group in one pass, ``[sender, receiver]``: of KV, and of dKV.
 
-    On the ring a slot travels whole while its receivers are outer to its owner, and as its front half alone past the
-    wrap. Its dKV starts at the first group after home; the back half leaves the ring at group 0 and goes straight home.
-    Gathered, the same tokens come straight from their owner, and dKV goes straight back.
+    Gathered, what a group attends to comes straight from its owner, and dKV goes straight back.
     """
-    groups = len(replica.groups)
+    slots = [group.slots for group in replica.groups]
+    groups = len(slots)
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, slots), float)
+    reach = (plan.seq_len if window is None else window) - 1  # tokens before itself that a query attends to
+    back = runs[:, 1, 1] > runs[:, 1, 0]
+    # Each group's first attended position in groups outer to it, and in groups inner to it, by its back queries alone.
+    outer_from = np.maximum(runs[:, 0, 0] - reach, 0)
+    inner_from = np.where(back, np.maximum(runs[:, 1, 0] - reach, 0), plan.seq_len)
+    if plan.exchange == "ring":
+        return _ring_tokens(plan, slots, outer_from, inner_from)
+    outer = np.arange(groups)[:, None] < np.arange(groups)  # the source is outer to the receiver
+    fronts = np.where(outer, _from(runs[:, 0], outer_from), _from(runs[:, 0], inner_from))
+    needed = fronts + np.where(outer, 0, _from(runs[:, 1], inner_from))
+    np.fill_diagonal(needed, 0.0)
+    return needed, needed.T
+
+
+def _from(intervals: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Tokens of each interval ``[start, end)`` at positions from `first` on: ``[intervals, firsts]``."""
+    return np.maximum(0.0, intervals[:, 1:] - np.maximum(intervals[:, :1], first))
+
+
+def _ring_tokens(
+    plan: Plan, slots: Sequence[int], outer_from: np.ndarray, inner_from: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same on the ring: a slot goes from group to group, by the tokens that somebody further along attends to.
+
+    It goes from the group before its owner down to group 0, then, past the wrap and by its front half alone, from the
+    last group up to the one behind its owner. Its dKV goes the same way, by the tokens that somebody so far attended
+    to; that of the back half leaves the ring at group 0 and goes straight home.
+    """
+    groups = len(slots)
     fetched, delivered = np.zeros((groups, groups)), np.zeros((groups, groups))
     if groups == 1:
         return fetched, delivered
-    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
-    front = np.array([b - a for (a, b), _ in runs], float)
-    back = np.array([d - c for _, (c, d) in runs], float)
-    # What group `g` needs of group `s`: fronts, and backs too where `s` is inner to `g`.
-    needs = front[:, None] + np.tril(np.broadcast_to(back[:, None], (groups, groups)))
-    np.fill_diagonal(needs, 0.0)
-    if plan.exchange == "allgather":
-        needs[:, 0] *= back[0] > 0  # without back queries group 0 attends to its own tokens alone
-        return needs, needs.T
-    for g in range(groups):
-        source = (g + 1) % groups
-        fetched[source, g] = needs[:, g].sum()
-        # The sender's own slots start their way behind it; the receiver's own fronts end theirs.
-        delivered[source, g] = fetched[source, g] - needs[source, g] + front[g]
-        if g > 0:
-            delivered[0, g] += back[g]
-    if not back[0]:
-        # Group 0 hands fronts on to those inner to their owner, and has no gradient of its own to send.
-        fetched[1, 0] = front[1:-1].sum()
-        delivered[0, groups - 1] -= front[1]
-        delivered[0, 1] -= back[1]
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, [1] * sum(slots)), float)
+    home, group = np.repeat(np.arange(groups), slots), np.arange(groups)
+    before = home[:, None] > group  # not past the wrap
+    away = home[:, None] != group
+    back_tokens = (runs[:, 1, 1] - runs[:, 1, 0])[:, None]
+
+    # Groups further along have later fronts and earlier backs, so that one of them reaches furthest.
+    behind = np.append(outer_from[1:], plan.seq_len)[home]
+    past = np.maximum(0.0, runs[:, 0, 1] - np.maximum(runs[:, 0, 0], behind))[:, None]
+    ahead = np.minimum.accumulate(inner_from)
+    inner = _from(runs[:, 0], ahead) + _from(runs[:, 1], ahead)
+    # One piece travels, from the first token to the last that is needed.
+    both = np.where(past > 0, np.where(inner > 0, np.maximum(inner, past + back_tokens), past), inner)
+    held = np.where(before, both, past) * away
+
+    last = np.append(plan.seq_len, inner_from[:-1])[home]  # of the group before home, which reaches furthest so far
+    so_far = np.where(before, last[:, None], np.minimum(outer_from, last[:, None]))
+    fronts = np.maximum(0.0, runs[:, 0, 1:] - np.maximum(runs[:, 0, :1], so_far)) * away
+    backs = np.maximum(0.0, runs[:, 1, 1:] - np.maximum(runs[:, 1, :1], so_far)) * (away & before)
+
+    before_it = (group - 1) % groups
+    fetched[(group + 1) % groups, group] = held.sum(0)
+    delivered[group, before_it] = fronts.sum(0)
+    delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
+    np.add.at(delivered[0], home, backs[:, 0])
     return fetched, delivered
 
 
@@ -499,9 +532,10 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
     """
     size, wide, dim = workload.element_bytes, accumulator_bytes(workload), workload.model.head_dim
     q, kv = workload.model.heads * dim, 2 * workload.model.kv_heads * dim
+    window = None if workload.model.full_layers else workload.model.window  # the layer that needs most
     forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
     for replica in plan.replicas:
-        needed, returned = _foreign_tokens(plan, replica)
+        needed, returned = _foreign_tokens(plan, replica, window)
         shards = ((group, shard) for group in replica.groups for shard in group.shards)
         for (group, shard), foreign, partial in zip(shards, needed, returned, strict=True):
             first, last = kv_heads(shard.heads, plan.gqa_ratio)
@@ -518,7 +552,7 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
     return forward, backward
 
 
-def _foreign_tokens(plan: Plan, replica: Replica) -> tuple[list[float], list[float]]:
+def _foreign_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[list[float], list[float]]:
     """Per rank of the replica, in its order: foreign tokens it holds KV of at one time; and tokens times KV heads of
     the partial sums that come back to it at one time, where all do."""
     needed: list[float] = []
@@ -528,10 +562,10 @@ def _foreign_tokens(plan: Plan, replica: Replica) -> tuple[list[float], list[flo
             window = group.slots + fusion_width(plan.fusion, group.slots)
             needed += [min(window, replica.slots - group.slots) * plan.slot] * len(group.shards)
         return needed, [0.0] * len(needed)
-    fetched, _ = _group_tokens(plan, replica)
+    fetched, _ = _group_tokens(plan, replica, window)
     for group, tokens in zip(replica.groups, fetched.sum(0).tolist(), strict=True):
         needed += [tokens] * len(group.shards)
-    return needed, _kv_tokens(plan, replica)[1].sum(0).tolist()
+    return needed, _kv_tokens(plan, replica, window)[1].sum(0).tolist()
 
 
 def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hexiseq.attention.layout import routes
+from hexiseq.attention.tiles import Mask
 from hexiseq.cluster import Cluster, Device, Link, Node, Seat
 from hexiseq.cost import (
     OutOfMemory,
@@ -77,21 +78,23 @@ def hop(groups, ratio, take):
     }  # fmt: skip
 
 
-def homes(groups):
+def homes(groups, window):
     """Every token with its group, and the groups that attend to it."""
-    last = [max(p for s in group.shards for p in s.positions().tolist()) for group in groups]
-    for home, group in enumerate(groups):
-        for position in (p for s in group.shards for p in s.positions().tolist()):
-            yield position, home, [g for g in range(len(groups)) if g != home and last[g] > position]
+    positions = [[p for s in group.shards for p in s.positions().tolist()] for group in groups]
+    for home, own in enumerate(positions):
+        for position in own:
+            users = [g for g, theirs in enumerate(positions) if g != home and any(0 <= p - position < window
+                     for p in theirs)]  # fmt: skip
+            yield position, home, users
 
 
-def slow_ring(plan, replica, kv_size, dkv_size):
+def slow_ring(plan, replica, kv_size, dkv_size, window):
     """Bytes (sender, receiver) of KV and dKV, following each token hop by hop."""
     groups, count = replica.groups, len(replica.groups)
     fetch, give = (hop(groups, plan.gqa_ratio, take) for take in (True, False))
     kv, dkv = defaultdict(float), defaultdict(float)
     middle = replica.slots * plan.slot // 2
-    for position, home, users in homes(groups):
+    for position, home, users in homes(groups, window):
         if not users:
             continue
         stops = [(home - 1 - i) % count for i in range(count - 1)]
@@ -107,12 +110,12 @@ def slow_ring(plan, replica, kv_size, dkv_size):
     return kv, dkv
 
 
-def slow_gather(plan, replica, kv_size, dkv_size):
+def slow_gather(plan, replica, kv_size, dkv_size, window):
     """The same when every token of KV comes straight from its home, and dKV goes straight back."""
     groups = replica.groups
     fetch, give = (hop(groups, plan.gqa_ratio, take) for take in (True, False))
     kv, dkv = defaultdict(float), defaultdict(float)
-    for _, home, users in homes(groups):
+    for _, home, users in homes(groups, window):
         for user in users:
             for pair in fetch[home, user]:
                 kv[pair] += kv_size
@@ -144,7 +147,7 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, work, cluster.places)
         unit = 2 * 8 * replica.sequences  # K and V, head dim
-        kv, dkv = SLOW[exchange](plan, replica, unit * size, unit * wide)
+        kv, dkv = SLOW[exchange](plan, replica, unit * size, unit * wide, plan.seq_len)
         np.testing.assert_array_equal(cost.kv, as_matrix(kv, cost.ranks))
         np.testing.assert_array_equal(cost.dkv, as_matrix(dkv, cost.ranks))
 
@@ -176,20 +179,41 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
         np.testing.assert_allclose(cost.attention_backward, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_windowed_bytes_token_by_token(seed):
+    """Gathered, exactly what is attended to. The ring moves a slot's tokens as one piece, so it may move more."""
+    plan = draw_plan(seed)
+    plan = seated(plan, cluster := cluster_of([1] * plan.world_size))
+    window = random.Random(seed).randint(1, plan.seq_len)
+    work = workload_for(plan)
+    work = dataclasses.replace(work, model=dataclasses.replace(work.model, window=window))
+    for replica in plan.replicas:
+        unit = 2 * 8 * replica.sequences * 8
+        for exchange, slow in SLOW.items():
+            cost = replica_cost(dataclasses.replace(plan, exchange=exchange), replica, work, cluster.places)
+            for found, pairs in zip((cost.kv, cost.dkv), slow(plan, replica, unit, unit, window), strict=True):
+                least = as_matrix(pairs, cost.ranks)
+                assert (found == least).all() if exchange == "allgather" else (found >= least).all()
+
+
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("exchange", SLOW)
 @pytest.mark.parametrize("seed", range(40, 70))
-def test_exchange_is_charged_what_the_routes_move(seed, exchange):
+def test_exchange_is_charged_what_the_routes_move(seed, exchange, windowed):
     plan = dataclasses.replace(draw_plan(seed), exchange=exchange)
     cluster = cluster_of([1] * plan.world_size)
     plan = seated(plan, cluster)
     kv, dkv = defaultdict(float), defaultdict(float)
-    for route in routes(plan):
+    window = random.Random(seed).randint(1, plan.seq_len) if windowed else None
+    work = workload_for(plan)
+    work = dataclasses.replace(work, model=dataclasses.replace(work.model, window=window))
+    for route in routes(plan, Mask(window=window)):
         for total, traffic, size in ((kv, route.kv, 2 * 8 * 8), (dkv, route.dkv, 2 * 8 * 8)):
             for batch in traffic.sends:
                 for message in batch:
                     total[message.sender, message.receiver] += message.size * size
     for replica in plan.replicas:
-        cost = replica_cost(plan, replica, workload_for(plan), cluster.places)
+        cost = replica_cost(plan, replica, work, cluster.places)
         inside = set(cost.ranks.tolist())
         for matrix, pairs in ((cost.kv, kv), (cost.dkv, dkv)):
             mine = {pair: size for pair, size in pairs.items() if pair[0] in inside}
