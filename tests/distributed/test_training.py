@@ -110,8 +110,9 @@ def test_a_running_job_takes_another_cut(pools):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_validation_counts_every_token_once(pools, packed):
-    for got, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), packed, timeout=START_UP):
+    for got, tested, wanted in pools(3).run(cases.validate, make_plan(REPLICAS), packed, timeout=START_UP):
         assert got == pytest.approx(wanted, rel=1e-6)  # Lightning keeps metrics in float32
+        assert tested == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(

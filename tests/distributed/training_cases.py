@@ -96,6 +96,9 @@ class Recorded(CausalLM):
         self.result.norms.append(stats.grad_norm)
         self.result.grads = full({n: p.grad for n, p in self.model.named_parameters()})
 
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.result.losses.append(float(self.model(**batch).loss) * batch["num_items_in_batch"])
+
     def on_train_end(self) -> None:
         self.result.weights = full(dict(self.model.named_parameters()))
 
@@ -369,12 +372,16 @@ def replaced(plans: list[Plan], other: Plan) -> tuple[list[float], list[float], 
     return modules[0].result.losses, modules[1].result.losses, message, float(job.callback_metrics["validation_loss"])
 
 
-def validate(plan: Plan, packed: bool) -> tuple[float, float]:
-    """Validation loss over the plan, and of the plain model."""
+def validate(plan: Plan, packed: bool) -> tuple[float, float, float]:
+    """Validation loss over the plan, the same by test steps, and of the plain model."""
     exact_norms(plan.dtype)
     module, data = Recorded(CONFIG, OPTIMIZER, seed=7), data_module(packed)
     job = trainer(HexiSeqStrategy(plan))
     job.validate(module, datamodule=data, verbose=False)
+    validated = float(job.callback_metrics["validation_loss"])
+    job.test(module, dataloaders=data.val_dataloader(), verbose=False)
+    tested = torch.tensor(sum(module.result.losses))
+    dist.all_reduce(tested)
     model = build_model(CONFIG, torch.float64, seed=7)
     total, valid = 0.0, 0
     for index in range(len(data.validation_source)):
@@ -382,7 +389,7 @@ def validate(plan: Plan, packed: bool) -> tuple[float, float]:
         batch = {"input_ids": ids, "labels": labels, **data.marks(data.validation_source, [index])}
         loss, count = plain_loss(model, batch)
         total, valid = total + loss.item(), valid + count
-    return float(job.callback_metrics["validation_loss"]), total / valid
+    return validated, float(tested) / valid, total / valid
 
 
 def refusal(kind: str, plan: Plan, folder: str) -> str:
