@@ -77,7 +77,7 @@ def attend(
 
 
 def _check(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> None:
-    plan, where = runtime.plan, f"rank {runtime.rank}"
+    plan, kernel, where = runtime.plan, runtime.kernel, f"rank {runtime.rank}"
     tokens = plan.shard(runtime.rank).num_tokens
     lengths = (tokens,) if tokens else (0, 1)
     for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads), ("v", v, plan.num_kv_heads)):
@@ -92,7 +92,8 @@ def _check(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> None:
                              "B, L and D must agree")  # fmt: skip
         if str(x.dtype) != f"torch.{plan.dtype}":
             raise ValueError(f"{where}: {name} is {str(x.dtype).removeprefix('torch.')}, the plan {plan.dtype}")
-        kernel = runtime.kernel
         if x.device.type != (kernel.device or q.device.type):
             needs = f"the plan's kernel {kernel.name!r} needs {kernel.device}" if kernel.device else f"q on {q.device}"
             raise ValueError(f"{where}: {name} is on {x.device}, {needs}")
+    if (reason := kernel.refuses(q.shape[3])) is not None:
+        raise ValueError(f"{where}: kernel {kernel.name!r} takes no heads of size {q.shape[3]}: {reason}")
