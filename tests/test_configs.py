@@ -82,7 +82,8 @@ def test_model_has_a_shape_and_a_hugging_face_config(name: str) -> None:
 @pytest.mark.parametrize("name", names("strategy"))
 def test_strategy_names_a_policy(name: str) -> None:
     overrides = [f"strategy={name}", *(["strategy.plan=plan.json"] if name == "manual" else [])]
-    assert composed(*overrides)["strategy"]["policy"] == name
+    strategy = composed(*overrides)["strategy"]
+    assert (strategy["policy"], strategy["exchange"]) == (name, "auto")
     assert name in POLICIES
 
 
