@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hexiseq.attention.layout import routes
@@ -21,6 +22,7 @@ from hexiseq.plan import Plan
 __all__ = ["Mask", "Runtime", "attend", "close_all", "routes", "runtime_for"]
 
 
+@torch.compiler.disable  # a graph of its own could not be captured: it is communication, decided by plan and documents
 def attend(
     q: Tensor,
     k: Tensor,

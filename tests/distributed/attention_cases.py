@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import signal
 import time
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hexiseq.attention import Runtime, attend, close_all, runtime_for
-from hexiseq.attention.exchange import Mailbox
+from hexiseq.attention.exchange import Lease, Mailbox
 from hexiseq.plan import Plan, RankDevice, make_replica
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -381,3 +385,167 @@ def hang_on(rank: int) -> int:
     if dist.get_rank() == rank:
         time.sleep(100)
     return dist.get_rank()
+
+
+def forward_and_backward(plan: Plan, batch: int, dim: int, mask: dict | None = None) -> tuple:
+    """A call's forward, and then its backward, as functions; the plan's runtime is made beforehand."""
+    q, k, v, dout = (t.contiguous() for t in shards(plan, dist.get_rank(), tensors(plan, batch, dim, 0)))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    runtime_for(plan)
+    made = []
+
+    def forward():
+        made.append(attend(*inputs, plan=plan, **mask or {}))
+
+    def backward():
+        torch.autograd.grad(made.pop(), inputs, dout)
+
+    return forward, backward
+
+
+def bytes_sent(plan: Plan, batch: int, dim: int) -> list[list[int]]:
+    """Bytes this rank hands to the process groups for each rank in forward and in backward, itself left out."""
+    batches, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    sent = [0] * plan.world_size
+
+    def counted_batch(ops):
+        for op in ops:
+            if op.op is dist.isend:
+                sent[op.peer] += op.tensor.nbytes
+        return batches(ops)
+
+    def counted_all_to_all(output, source, output_sizes, input_sizes, group, **options):
+        assert sum(input_sizes) == source.numel()
+        for rank, size in zip(dist.get_process_group_ranks(group), input_sizes, strict=True):
+            sent[rank] += size * source.element_size() * (rank != dist.get_rank())
+        return all_to_all(output, source, output_sizes, input_sizes, group=group, **options)
+
+    found = []
+    passes = forward_and_backward(plan, batch, dim)
+    dist.batch_isend_irecv, dist.all_to_all_single = counted_batch, counted_all_to_all
+    try:
+        for one in passes:
+            one()
+            found.append(sent[:])
+            sent[:] = [0] * plan.world_size
+    finally:
+        dist.batch_isend_irecv, dist.all_to_all_single = batches, all_to_all
+    close_all()
+    return found
+
+
+class _Copies(TorchDispatchMode):
+    """Sums the bytes that copying operators write into tensors whose last dimension is `dim`."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.bytes = dim, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        name = function.overloadpacket.__name__
+        if name in ("copy_", "clone", "cat", "stack", "_to_copy", "contiguous") and out.shape[-1:] == (self.dim,):
+            self.bytes += out.nbytes
+        return out
+
+
+def copied(plan: Plan, batch: int, dim: int) -> list[int]:
+    """Bytes of tensors with heads that a call copies in forward and in backward."""
+    from hexiseq.attention import op
+
+    q, k, v, dout = (t.contiguous() for t in shards(plan, dist.get_rank(), tensors(plan, batch, dim, 0)))
+    runtime = runtime_for(plan)
+    found = []
+    with _Copies(dim) as copies:
+        out, lse = op.attend_op._init_fn(q, k, v, None, runtime.handle, True, 0, 0.3)
+        found.append(copies.bytes)
+        op._attend_backward(runtime, runtime.route(), dout, q, k, v, out, lse, 0.3)
+        found.append(copies.bytes - found[0])
+    close_all()
+    return found
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_over_calls(plan: Plan, first: int, calls: int) -> tuple[int, int, int]:
+    """After `first` calls, over `calls` more, with ever new documents: growth of memory; buffers kept before and after."""
+    buffers = runtime_for(plan).links.buffers
+    for one in forward_and_backward(plan, 1, 8):  # without documents messages are longest
+        one()
+    seen = []
+    for call in range(first + calls):
+        edges = sorted({0, plan.seq_len, *random.Random(call).sample(range(1, plan.seq_len), 5)})
+        for one in forward_and_backward(plan, 1, 8, {"documents": [edges], "window": plan.seq_len // 2}):
+            one()
+        if call + 1 in (first, first + calls):
+            gc.collect()
+            seen.append((_resident_bytes(), sum(t.nbytes for free in buffers._free.values() for t in free)))
+    close_all()
+    return seen[1][0] - seen[0][0], seen[0][1], seen[1][1]
+
+
+def peak_bytes(plan: Plan, batch: int, dim: int) -> list[int]:
+    """Most bytes allocated at one time in a forward and in a backward, results included, buffers as on a GPU.
+
+    There the allocator takes back at once what is handed back; here a CPU rank's own store would keep it.
+    """
+    passes = forward_and_backward(plan, batch, dim)
+    take = Lease.take
+    Lease.take = lambda self, like, shape, most=None, dtype=None: like.new_empty(shape, dtype=dtype or like.dtype)
+    found = []
+    try:
+        for one in passes:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                one()
+            events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+            live = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+            found.append(int(live.max()))
+    finally:
+        Lease.take = take
+    close_all()
+    return found
+
+
+def disagreement(plan: Plan, what: str) -> str:
+    """What attend says when the last rank calls differently."""
+    odd = dist.get_rank() == plan.world_size - 1
+    batch, options = 2 if odd and what == "batch" else 1, {}
+    if odd and what == "scale":
+        options["scale"] = 0.5
+    if odd and what == "window":
+        options["window"] = 3
+    if odd and what == "causal":
+        options["causal"] = False
+    if what == "documents":
+        options["documents"] = [[0, 4 + odd, plan.seq_len]]
+    q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, batch, 8, 0))
+    try:
+        attend(q, k, v, plan=plan, **options)
+        said = "nothing"
+    except ValueError as caught:
+        said = str(caught)
+    close_all()
+    return said
+
+
+def compiled(plan: Plan) -> float:
+    """Largest difference between a layer around attention and the same layer compiled, forward and gradients."""
+    x = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 3)[:1])[0]
+    weights = [torch.nn.Parameter(torch.randn(8, 8, dtype=x.dtype, generator=torch.Generator().manual_seed(i)))
+               for i in range(3)]  # fmt: skip
+
+    def layer(x):
+        q, k, v = ((x @ w).sin() for w in weights)
+        kv = plan.num_kv_heads
+        return (attend(q, k[:, :, :kv], v[:, :, :kv], plan=plan, window=5) + x).cos()
+
+    found = []
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
+        inputs = x.clone().requires_grad_()
+        out = function(inputs)
+        found.append([out.detach(), *torch.autograd.grad((out**2).sum(), [inputs, *weights])])
+    close_all()
+    return max(error(a, b, 1.0) for a, b in zip(*found, strict=True))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import attention_cases as cases
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hexiseq.cluster import Cluster, Device, Node, Place, Seat
+from hexiseq.cost import replica_cost
 from hexiseq.plan import EXCHANGES, Plan, RankDevice
 from hexiseq.testing import Pool, WorkerError, draw_mask, draw_plan
+from hexiseq.workload import ModelShape, Workload
 
 SEEDS = range(264)
 HALF_TYPES = ("bfloat16", "float16")
@@ -158,6 +162,87 @@ def test_different_plans_are_refused_by_all(pools):
     other = dataclasses.replace(PAIR, recompute="full")
     for said in pools(2).run(cases.runtime_error, [PAIR, other]):
         assert "ranks [1] run another plan than rank 0" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("batch", "batch is 1 on rank 0, 2 on rank 4"),
+        ("scale", "scale is 0.353553 on rank 0, 0.5 on rank 4"),
+        ("window", "window is 0 on rank 0, 3 on rank 4"),
+        ("causal", "causal is 1 on rank 0, 0 on rank 4"),
+        ("documents", "documents_checksum is "),
+    ],
+)
+def test_ranks_that_call_differently_find_out_before_they_communicate(pools, what, said):
+    for told in pools(5).run(cases.disagreement, MIXED, what):
+        assert told.startswith("ranks call attend differently: " + said)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_sent_are_those_of_the_cost_model(pools, seed):
+    batch, dim = 1 + seed % 2, 8
+    plan = plan_of(seed)
+    plan = dataclasses.replace(plan, dtype=("bfloat16", "float32", "float64")[seed % 3], replicas=tuple(
+        dataclasses.replace(replica, sequences=batch) for replica in plan.replicas))  # fmt: skip
+    sent = np.array(pools(plan.world_size).run(cases.bytes_sent, plan, batch, dim))
+    forward, backward = np.zeros((2, plan.world_size, plan.world_size))
+    places, workload = places_and_workload(plan, dim)
+    for replica in plan.replicas:
+        cost = replica_cost(plan, replica, workload, places)
+        forward[np.ix_(cost.ranks, cost.ranks)] += cost.heads_in + cost.heads_out + cost.kv
+        backward[np.ix_(cost.ranks, cost.ranks)] += cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+    assert (sent[:, 0] == forward).all()
+    assert (sent[:, 1] == backward).all()
+
+
+def places_and_workload(plan: Plan, dim: int) -> tuple[tuple[Place, ...], Workload]:
+    device = Device(
+        type="cpu", vendor="cpu", peak_tflops=1, gemm_tflops=1, attention_forward_tflops=1,
+        attention_backward_tflops=1, memory_gb=1, hbm_gb_per_s=1, overhead_gb=0, launch_us=1,
+        dtypes=("bfloat16", "float32", "float64"), kernel="cpu", source="test",
+    )  # fmt: skip
+    cluster = Cluster("test", (Node("here", (Seat(device),) * plan.world_size, 1.0, 1, 1.0),))
+    model = ModelShape("m", 1, 64, 96, plan.num_heads, plan.num_kv_heads, dim, 300)
+    return cluster.places, Workload(model, plan.seq_len, plan.dtype, plan.recompute, plan.sequences, 1, False)
+
+
+def test_nothing_is_copied_but_messages():
+    """Ring of groups of one in fp32: own KV into its messages, and in backward each block's dKV into its sums."""
+    dim = 24
+    plan = cases.simple_plan([(4, [(32, 4)]), (4, [(32, 4)])], 64, 4, 2, 8, dtype="float32")
+    with Pool(2) as pool:
+        outer, inner = pool.run(cases.copied, plan, 1, dim)
+    token = 2 * 2 * dim * 4  # bytes of K and V of a token
+    # The inner group needs the outer one's front halves, the outer one all of the inner's slots.
+    assert outer == [16 * token, (16 + 32) * token]
+    assert inner == [32 * token, (32 + 16) * token]
+
+
+def test_all_to_all_copies_into_messages_and_out_of_them():
+    dim = 16
+    plan = cases.simple_plan([(2, [(20, 3), (12, 1)])], 32, 4, 4, 16, dtype="float32")
+    with Pool(2) as pool:
+        found = pool.run(cases.copied, plan, 1, dim)
+    for (forward, backward), tokens, heads in zip(found, (20, 12), (3, 1), strict=True):
+        unit = dim * 4
+        # q, k, v into the message; the kernel's result into out; out to where it belongs.
+        assert forward == (tokens * 12 + 32 * heads + tokens * 4) * unit
+        # q, k, v, out, dout into the message; dq, dk, dv of the kernel into theirs, and to where they belong.
+        assert backward == (tokens * 20 + 3 * 32 * heads + tokens * 12) * unit
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_memory_does_not_grow_over_calls(pools, exchange):
+    plan = dataclasses.replace(PAIR, exchange=exchange)
+    for growth, before, after in pools(2).run(cases.memory_over_calls, plan, 50, 200, timeout=300):
+        assert before == after > 0
+        assert growth < 3e6
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_surrounding_layer_compiles(pools, exchange):
+    assert max(pools(5).run(cases.compiled, dataclasses.replace(MIXED, exchange=exchange), timeout=180)) <= 1e-12
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a kernel that cannot run here")
