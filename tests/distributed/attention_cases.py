@@ -471,7 +471,7 @@ def _resident_bytes() -> int:
 
 
 def memory_over_calls(plan: Plan, first: int, calls: int) -> tuple[int, int, int]:
-    """After `first` calls, over `calls` more, with ever new documents: growth of memory; buffers kept before and after."""
+    """Over `calls` calls after `first`, with ever new documents: growth of memory; buffers kept before and after."""
     buffers = runtime_for(plan).links.buffers
     for one in forward_and_backward(plan, 1, 8):  # without documents messages are longest
         one()
