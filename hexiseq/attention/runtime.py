@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -100,33 +101,35 @@ class Runtime:
         self._routes.move_to_end(key)
         return self._routes[key]
 
-    def agree(self, device: torch.device, **call: float) -> None:
+    def agree(self, device: torch.device, documents: tuple[tuple[int, ...], ...] | None, **call: float) -> None:
         """Have all ranks of the replica say what they are about to compute. Raises ValueError where they differ.
 
-        On a GPU, where hearing the answer would stall the queue, only calls that this rank has not made before are
-        compared; on CPUs all are.
+        On CPUs every call is compared. On GPUs hearing the answer would stall the queue: calls are compared when a rank
+        has not made one like it before, and their documents, new with every batch, not at all.
 
         Args:
             call: numbers by the name under which an error shows them.
         """
-        mine = tuple(call.values())
-        if self.replica_group is None or (device.type != "cpu" and mine in self._agreed):
+        mine = dict(call)
+        if device.type == "cpu":
+            mine["documents"] = sum(map(len, documents or ()))
+            mine["documents_checksum"] = zlib.crc32(repr(documents).encode())
+        if self.replica_group is None or (device.type != "cpu" and tuple(mine.values()) in self._agreed):
             return
         ranks = self.links.replica_ranks
-        said = torch.empty(dist.get_world_size(self.replica_group), len(mine), dtype=torch.float64, device=device)
-        with self.links.naming("comparing calls", [r for r in ranks if r != self.rank]):
-            dist.all_gather_single(
-                said, torch.tensor([mine], dtype=torch.float64, device=device), group=self.replica_group
-            )
+        said = torch.empty(len(ranks), len(mine), dtype=torch.float64, device=device)
+        own = torch.tensor([list(mine.values())], dtype=torch.float64, device=device)
+        with self.links.naming("comparing calls", [rank for rank in ranks if rank != self.rank]):
+            dist.all_gather_single(said, own, group=self.replica_group)
         first, *others = said.tolist()
         for rank, theirs in zip(ranks[1:], others, strict=True):
-            for name, a, b in zip(call, first, theirs, strict=True):
+            for name, a, b in zip(mine, first, theirs, strict=True):
                 if a != b:
                     raise ValueError(
-                        f"ranks call attend differently: {name} is {a:g} on rank {ranks[0]}, {b:g} on "
-                        f"rank {rank}; all ranks of a replica must make the same calls"
+                        f"ranks call attend differently: {name} is {a:g} on rank {ranks[0]}, {b:g} on rank {rank}; all "
+                        "ranks of a replica must make the same calls"
                     )
-        self._agreed.add(mine)
+        self._agreed.add(tuple(mine.values()))
 
     def close(self) -> None:
         """Forget the plan, and destroy the process groups no other plan uses. Collective; waits for all ranks."""
