@@ -25,6 +25,7 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,14 @@ class Contest:
     Attributes:
         plans: of our methods, by name. Names that end in ``/masked`` attend with `documents` and `window`.
         peers: names of other systems' methods.
+        versus: methods whose times are set against one another.
         documents: boundaries of the packed documents, or None.
         cores: of the ranks, by `core_of`.
     """
 
     plans: dict[str, Plan]
     peers: tuple[str, ...]
+    versus: tuple[tuple[str, str], ...]
     documents: tuple[int, ...] | None
     window: int | None
     dim: int
@@ -107,7 +110,6 @@ def run(contest: Contest) -> dict[str, Any]:
         del expected
         names = (ONE_PROCESS, f"{ONE_PROCESS}/masked")
         entries += [_one_process(name, whole, mask) for name, mask in zip(names, masks, strict=False)]
-        _rounds(entries, 1)  # whatever is made at first use is made now
         seconds = _rounds(entries, contest.rounds)
     close_all()
     return {"errors": errors, "seconds": seconds}
@@ -117,7 +119,7 @@ def _rounds(entries: list[Entry], rounds: int) -> dict[str, dict[str, list[tuple
     seconds: dict[str, dict[str, list[tuple[float, float]]]] = {
         entry.name: {"forward": [], "backward": []} for entry in entries
     }
-    for first in range(rounds):
+    for first in range(-1, rounds):  # round -1 makes whatever is made at first use, and does not count
         for i in range(len(entries)):
             entry = entries[(first + i) % len(entries)]
             result, wall, cpu = timed(entry.forward)
@@ -125,7 +127,10 @@ def _rounds(entries: list[Entry], rounds: int) -> dict[str, dict[str, list[tuple
             _, wall, cpu = timed(entry.backward, result)
             seconds[entry.name]["backward"].append((wall, cpu))
             del result
-    return seconds
+        if dist.get_rank() == 0:
+            took = sum(passes[what][-1][0] for passes in seconds.values() for what in passes)
+            print(f"round {first + 1} of {rounds}: {took:.1f} s", file=sys.stderr, flush=True)
+    return {name: {what: taken[1:] for what, taken in passes.items()} for name, passes in seconds.items()}
 
 
 def _methods(contest: Contest, rank: int) -> list[tuple[Method, Mask]]:
@@ -252,27 +257,34 @@ def contest_of(options: argparse.Namespace) -> tuple[Contest, dict[str, str]]:
             raise ValueError(
                 f"{total} slots of {slot} tokens do not divide into {parts} equal parts: choose another --slot"
             )
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     even, plans, absent = [total // ranks] * ranks, {}, {}
+    chosen: tuple[str, ...] = ()
+    versus: list[tuple[str, str]] = []
     for exchange in options.exchange:
         if options.uneven:
             plans[f"even-{exchange}"] = ring_plan(even, exchange=exchange, **shape)
             fitting = [total // 2, total // 4, total // 4]
             plans[f"fitting-{exchange}"] = ring_plan(fitting, exchange=exchange, **shape)
-            continue
-        plans[f"ours-{exchange}"] = plan = ring_plan(even, exchange=exchange, **shape)
-        if masked:
-            plans[f"ours-{exchange}/masked"] = plan
-    chosen: tuple[str, ...] = ()
+            versus.append((f"even-{exchange}", f"fitting-{exchange}"))
+        else:
+            plans[f"ours-{exchange}"] = plan = ring_plan(even, exchange=exchange, **shape)
+            if masked:
+                plans[f"ours-{exchange}/masked"] = plan
+                versus.append((f"ours-{exchange}/masked", f"ours-{exchange}"))
     if not options.uneven and not masked:
+        absent = _absent_peers(ranks, options)
+        chosen = tuple(name for name in options.peers if name not in absent)
         if options.heads % ranks:
             absent["ours-ulysses"] = f"{options.heads} query heads do not divide over {ranks} ranks"
         else:
             plans["ours-ulysses"] = ulysses_plan(ranks, exchange=options.exchange[0], **shape)
-        absent |= _absent_peers(ranks, options)
-        chosen = tuple(name for name in peers.NAMES if name not in absent)
+        versus = [(a, b) for a in plans for b in (*chosen, *plans) if a != b]
     return Contest(
         plans=plans,
         peers=chosen,
+        versus=tuple(versus),
         documents=None if options.documents is None else draw_documents(options.seq, options.documents),
         window=options.window,
         dim=options.head_dim,
@@ -283,7 +295,7 @@ def contest_of(options: argparse.Namespace) -> tuple[Contest, dict[str, str]]:
 
 def _absent_peers(ranks: int, options: argparse.Namespace) -> dict[str, str]:
     found = {}
-    for name in peers.NAMES:
+    for name in options.peers:
         reason = peers.not_installed(name) or peers.why_not(
             name, ranks=ranks, seq_len=options.seq, heads=options.heads, kv_heads=options.kv_heads
         )
@@ -381,19 +393,13 @@ def report(contest: Contest, times: Times, errors: dict[str, float], absent: dic
         rounds = [times[name][what][clock] for what, clock in columns]
         rows[name] = [f"{statistics.median(t):.4f} ({min(t):.4f})" for t in rounds]
     _table("seconds, median (minimum)", header, rows)
-    ours, theirs = list(contest.plans), list(contest.peers)
-    if theirs:
-        versus = [(a, b) for a in ours for b in (*theirs, *ours) if a != b]
-    else:  # plans in pairs: the even and the fitting one, or without and with documents or window
-        pairs_of = list(zip(ours[::2], ours[1::2], strict=True))
-        versus = [(b, a) for a, b in pairs_of] if contest.masked else pairs_of
-    found["ratios"] = {f"{a} / {b}": [ratio(times, a, b, *column) for column in columns] for a, b in versus}
-    for name in (name for name in ours if name.endswith("/masked")):
+    found["ratios"] = {f"{a} / {b}": [ratio(times, a, b, *column) for column in columns] for a, b in contest.versus}
+    for name in (name for name in contest.plans if name.endswith("/masked")):
         base = _one_process_of(name)
         row = [ratio(times, name, base, *column, scale=len(contest.cores)) for column in columns]
         found["ratios"][f"{len(contest.cores)} * {name} / {base}"] = row
     _table("ratio of times, median over rounds", header, _rounded(found["ratios"]))
-    for name in (*ours, *theirs):
+    for name in (*contest.plans, *contest.peers):
         base = _one_process_of(name)
         share = largest_share(contest, name)
         found["efficiency"][name] = [share, *(ratio(times, base, name, *column, scale=share) for column in columns)]

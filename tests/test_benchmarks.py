@@ -136,6 +136,7 @@ def test_wrong_options_end_with_a_reason(capsys: pytest.CaptureFixture[str]) -> 
         (["--uneven", "--window", "8"], "--uneven compares causal plans of 3 ranks"),
         (["--seq", "64", "--slot", "24"], "3 slots of 24 tokens do not divide into 2 equal parts"),
         (["--documents", "2"], "--documents is a mean length from 4 to 8192 tokens, got 2"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--cores", "1000"], "--cores 1000: this process may use"),
     ):
         with pytest.raises(SystemExit, match="2"):
