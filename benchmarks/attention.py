@@ -439,6 +439,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Contest,
     add("--fusion", type=int, default=4, help="slots fused into a kernel call at most (%(default)s)")
     add("--exchange", nargs="+", choices=("ring", "allgather"), default=["ring"], help="of our plans (ring)")
     add(
+        "--peers", nargs="*", choices=peers.NAMES, default=list(peers.NAMES), help="other systems to compare with (all)"
+    )
+    add(
         "--uneven",
         action="store_true",
         help="3 ranks on 2 cores: the plan for 1 : 0.5 : 0.5 against the even one",
