@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from datetime import timedelta
 
 import numpy as np
@@ -430,6 +431,33 @@ def bytes_sent(plan: Plan, batch: int, dim: int) -> list[list[int]]:
             sent[:] = [0] * plan.world_size
     finally:
         dist.batch_isend_irecv, dist.all_to_all_single = batches, all_to_all
+    close_all()
+    return found
+
+
+def collectives(plan: Plan) -> list[dict[str, int]]:
+    """How often this rank calls each function of torch.distributed in forward and in backward."""
+    names = ("all_to_all_single", "batch_isend_irecv", "all_gather_single", "all_reduce", "barrier", "broadcast")
+    plain, counts, found = {name: getattr(dist, name) for name in names}, Counter(), []
+
+    def counted(name):
+        def call(*args, **options):
+            counts[name] += 1
+            return plain[name](*args, **options)
+
+        return call
+
+    passes = forward_and_backward(plan, 1, 8)
+    try:
+        for name in names:
+            setattr(dist, name, counted(name))
+        for one in passes:
+            one()
+            found.append(dict(counts))
+            counts.clear()
+    finally:
+        for name in names:
+            setattr(dist, name, plain[name])
     close_all()
     return found
 

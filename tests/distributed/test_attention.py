@@ -207,6 +207,27 @@ def places_and_workload(plan: Plan, dim: int) -> tuple[tuple[Place, ...], Worklo
     return cluster.places, Workload(model, plan.seq_len, plan.dtype, plan.recompute, plan.sequences, 1, False)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_collectives_of_a_call_are_as_few_as_designed(pools, exchange):
+    """Two all-to-alls a pass inside a group; across groups a batch per tick that has messages, or one all-gather."""
+    compared = {"all_gather_single": 1}  # ranks on CPUs compare their calls first
+    alone = cases.simple_plan([(4, [(20, 3), (12, 1)])], 32, 4, 4, 8, dtype="float32", exchange=exchange)
+    assert (
+        pools(2).run(cases.collectives, alone) == [[{**compared, "all_to_all_single": 2}, {"all_to_all_single": 2}]] * 2
+    )
+    across = cases.simple_plan([(3, [(24, 4)]), (2, [(16, 4)])], 40, 4, 4, 8, dtype="float32", exchange=exchange)
+    found = pools(2).run(cases.collectives, across)
+    if exchange == "allgather":
+        assert found == [[{**compared, "all_to_all_single": 1}, {"all_to_all_single": 2}]] * 2
+    else:
+        # KV leaves at ticks 0 to 2 of the one and 0 and 1 of the other, dKV at ticks 3 and 4, and 2 to 4.
+        assert found == [[{**compared, "batch_isend_irecv": 3}, {"batch_isend_irecv": 3 + 3}]] * 2
+    both = cases.simple_plan([(3, [(12, 3), (12, 1)]), (2, [(16, 4)])], 40, 4, 4, 8, dtype="float32", exchange=exchange)
+    outer, _, inner = pools(3).run(cases.collectives, both)
+    assert outer[0]["all_to_all_single"] - inner[0].get("all_to_all_single", 0) == 2
+    assert outer[1]["all_to_all_single"] - inner[1].get("all_to_all_single", 0) == 2
+
+
 def test_nothing_is_copied_but_messages():
     """Ring of groups of one in fp32: own KV into its messages, and in backward each block's dKV into its sums."""
     dim = 24
