@@ -327,6 +327,16 @@ def _kv_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.nda
     A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
     that holds its head.
     """
+    home, heads = _hops(plan, replica)
+    fetched, delivered = _group_tokens(plan, replica, window)
+    return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
+
+
+def _hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """The group of each rank; and KV heads from rank to rank where the sender's group sends KV to the receiver's.
+
+    Transposed, those of dKV where it goes the other way.
+    """
     home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
     held = np.zeros((len(home), plan.num_kv_heads))
     speaks = np.zeros_like(held)
@@ -336,9 +346,7 @@ def _kv_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.nda
         for (first, last), (start, end) in zip(ranges, claims(ranges), strict=True):
             held[member, first:last] = speaks[member, start:end] = 1
             member += 1
-    fetched, delivered = _group_tokens(plan, replica, window)
-    heads = speaks @ held.T
-    return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
+    return home, speaks @ held.T
 
 
 def _group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -530,42 +538,250 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
 
     Beyond what the model holds: q, k, v and out in token form, the log-sum-exp, and their gradients.
     """
-    size, wide, dim = workload.element_bytes, accumulator_bytes(workload), workload.model.head_dim
-    q, kv = workload.model.heads * dim, 2 * workload.model.kv_heads * dim
-    window = None if workload.model.full_layers else workload.model.window  # the layer that needs most
     forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
     for replica in plan.replicas:
-        needed, returned = _foreign_tokens(plan, replica, window)
-        shards = ((group, shard) for group in replica.groups for shard in group.shards)
-        for (group, shard), foreign, partial in zip(shards, needed, returned, strict=True):
-            first, last = kv_heads(shard.heads, plan.gqa_ratio)
-            own, h, k = group.num_tokens, shard.num_heads * dim, 2 * (last - first) * dim
-            # In head form: q, k, v and the sum of out; what the all-to-all sends, still in token form; foreign KV.
-            into = own * ((h + k) * size + h * wide) + shard.num_tokens * (q + kv) * size + foreign * k * size
-            # q, k, v, out, dout; sums of dq and dkv; foreign KV with its dKV. Gathered KV is let go of before partial
-            # sums of the own tokens' dKV come in from everywhere.
-            working = foreign * k * (size + wide)
-            if plan.exchange == "allgather":
-                working = max(working, foreign * k * wide + partial * 2 * dim * wide)
-            back = own * ((3 * h + k) * size + (h + k) * wide) + working + shard.num_tokens * (3 * q + kv) * size
-            forward[shard.rank], backward[shard.rank] = replica.sequences * into, replica.sequences * back
+        ranks = list(replica.ranks)
+        forward[ranks], backward[ranks] = _replica_attention_bytes(plan, replica, workload)
     return forward, backward
 
 
-def _foreign_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[list[float], list[float]]:
-    """Per rank of the replica, in its order: foreign tokens it holds KV of at one time; and tokens times KV heads of
-    the partial sums that come back to it at one time, where all do."""
-    needed: list[float] = []
-    if plan.exchange == "ring":
-        for group in replica.groups:
-            # Receives run as far ahead as the group has slots; the call at work holds its own.
-            window = group.slots + fusion_width(plan.fusion, group.slots)
-            needed += [min(window, replica.slots - group.slots) * plan.slot] * len(group.shards)
-        return needed, [0.0] * len(needed)
-    fetched, _ = _group_tokens(plan, replica, window)
-    for group, tokens in zip(replica.groups, fetched.sum(0).tolist(), strict=True):
-        needed += [tokens] * len(group.shards)
-    return needed, _kv_tokens(plan, replica, window)[1].sum(0).tolist()
+def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one replica's ranks, in its order. Numbers of heads are counted before they become bytes."""
+    model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
+    all_q, all_kv = model.heads, 2 * model.kv_heads
+    shards = [shard for group in replica.groups for shard in group.shards]
+    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
+    tokens = np.array([shard.num_tokens for shard in shards], float)
+    rows = np.array([group.num_tokens for group in replica.groups], float)[home]
+    alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
+    h = np.array([shard.num_heads for shard in shards], float)
+    kv = np.array([2.0 * np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards])
+    # A kernel call is for one fragment; what the one before returned is still there.
+    cuts = [fragments(shard.heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for shard in shards]
+    most_h, most_kv = (np.array([max(cut[i][1] - cut[i][0] for cut in rank) for rank in cuts], float) for i in (0, 1))
+    last_h, last_kv = (np.array([rank[-1][i][1] - rank[-1][i][0] for rank in cuts], float) for i in (0, 1))
+    most_kv, last_kv = 2 * most_kv, 2 * last_kv
+
+    # A group of one in the accumulator's dtype adds to what its own call returns, which becomes the result.
+    rounds = wide > size
+    adopts = alone & (not rounds)
+    make = _ring_moments if plan.exchange == "ring" else _gather_moments
+    at = make(plan, replica, workload, kv, np.where(adopts, 0.0, rows))
+    parts = at.before * last_h + at.now * most_h
+    grads = parts + at.keys_before * last_kv + at.keys_now * most_kv
+
+    # Forward. Merging casts a part, and takes about eight rows of log-sum-exps.
+    merge = at.now * most_h * (size + rounds * wide + 8 * wide / model.head_dim)
+    merge[0] = 0.0  # the own call is copied
+    working = at.kv * size + np.maximum(parts * size, merge)
+    sent, sums, result = tokens * (all_q + all_kv) * size, rows * h * wide, tokens * all_q * size
+    heads = np.where(alone, 0.0, rows * (h + kv) * size)
+    # At the end what the last call held is still there, and the result beside what it is made from.
+    message = rows * h * size * rounds
+    home_bytes = np.where(alone, np.where(adopts, 0.0, result), message + 2 * result)
+    forward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
+
+    # Backward.
+    working = at.kv * size + at.dkv * wide + grads * size
+    sent, sums, result = tokens * (3 * all_q + all_kv) * size, rows * (h + kv) * wide, tokens * (all_q + all_kv) * size
+    heads = np.where(alone, 0.0, rows * (3 * h + kv) * size)
+    # Partial sums of a KV head that several members hold are not rounded before they are added.
+    held = np.bincount(home, kv)[home]
+    travels = np.where(held > all_kv, wide, size)
+    message = np.where(travels < wide, rows * (h + kv) * size, 0.0)
+    local = tokens * (all_q + all_kv) * wide
+    home_bytes = np.where(
+        alone,
+        np.where(adopts, 0.0, local + result),
+        message + tokens * (all_q + held) * travels + np.where(travels > size, local, 0.0) + result,
+    )
+    backward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
+    unit = model.head_dim * replica.sequences
+    return unit * forward, unit * backward
+
+
+def _peak(
+    sent: np.ndarray, heads: np.ndarray, sums: np.ndarray, working: np.ndarray, home: np.ndarray, result: np.ndarray
+) -> np.ndarray:
+    """The most of an all-to-all to heads, the calls, and the way back to tokens, without the result.
+
+    Args:
+        sent, heads: the message and what it becomes.
+        sums: of all calls.
+        working: what calls hold beside these, ``[moments, ranks]``; the last moment is after the last call.
+        home: all that is made of the sums, the result included.
+    """
+    return np.maximum(sent + heads, heads + sums + np.maximum(working.max(0), working[-1] + home)) - result
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What a rank holds besides its own tokens, when that may be most: ``[moments, ranks]``.
+
+    The first moment is the own call, the last one after all calls and after dKV has come home.
+
+    Attributes:
+        kv, dkv: rows times twice the KV heads of all buffers.
+        before, keys_before: rows of queries and keys whose results the last finished call returned.
+        now, keys_now: those of the call at work, 0 between calls.
+    """
+
+    kv: np.ndarray
+    dkv: np.ndarray
+    before: np.ndarray
+    keys_before: np.ndarray
+    now: np.ndarray
+    keys_now: np.ndarray
+
+    @staticmethod
+    def of(*moments: tuple[np.ndarray | float, ...]) -> _Moments:
+        """From the attributes at each moment, or at several moments, in their order."""
+        width = max(np.shape(value)[-1] for moment in moments for value in moment if np.ndim(value))
+
+        def stacked(values: tuple[np.ndarray | float, ...]) -> np.ndarray:
+            moments = max(1 if np.ndim(value) < 2 else np.shape(value)[0] for value in values)
+            return np.stack([np.broadcast_to(value, (moments, width)) for value in values])
+
+        return _Moments(*np.concatenate([stacked(moment) for moment in moments], axis=1))
+
+
+def _group_rows(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens of each group, and those of its back interval."""
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups]), float)
+    lengths = runs[:, :, 1] - runs[:, :, 0]
+    return lengths.sum(1), lengths[:, 1]
+
+
+def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+    """On the ring: at the own call, and before, in and after the calls at which most slots are held.
+
+    Without documents and windows, which shorten messages.
+
+    Args:
+        kv: twice the KV heads of each rank.
+        adopted: rows of the own call's result that count, 0 where it is the sum of all.
+    """
+    home, heads = _hops(plan, replica)
+    heads *= 2
+    slots = np.array([group.slots for group in replica.groups])
+    total, groups = int(slots.sum()), len(slots)
+    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    if groups == 1:
+        return _Moments.of((0, 0, 0, 0, adopted, adopted), (0, 0, adopted, adopted, 0, 0))
+    n, off = slots[home], (np.cumsum(slots) - slots)[home]
+    after, before = (home + 1) % groups, (home - 1) % groups
+    width = np.array([fusion_width(plan.fusion, int(count)) for count in slots])[home]
+    outer = total - off  # the first tick of outer slots, of which only front halves are needed
+    half = plan.slot / 2
+
+    # Heads from the group after, and to the one before; those that make part of a buffer need one of their own.
+    to_before = home[None, :] == before[:, None]
+    sent, returned = heads * to_before, heads.T * to_before
+    pieces = np.where((sent > 0).sum(0) > 1, kv, 0.0)
+    copied, copied_back = (np.where(m < kv[:, None], m, 0.0).sum(1) for m in (sent, returned))
+    from_after, from_first = returned.sum(0), (heads.T * (home == 0)[:, None]).sum(0)
+
+    def held(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Rows of the slots of foreign ticks ``[start, end)``."""
+        start, end = np.clip(start, n, total), np.clip(end, n, total)
+        inner = np.maximum(np.minimum(end, outer) - start, 0)
+        return plan.slot * inner + half * np.maximum(end - np.maximum(start, outer), 0)
+
+    def first(tick: np.ndarray) -> np.ndarray:
+        """The first tick of a tick's block; a block is the slots of one call."""
+        tick = np.clip(tick, n, total - 1)
+        side = np.where(tick < outer, n, outer)
+        return side + (tick - side) // width * width
+
+    def last(tick: np.ndarray) -> np.ndarray:
+        """The tick after its block."""
+        tick = first(tick)
+        return np.minimum(tick + width, np.where(tick < outer, outer, total))
+
+    def incoming(done: np.ndarray, posted: np.ndarray) -> np.ndarray:
+        """dKV on its way in: posted up to that batch, and taken up to that tick. Own slots' stays to the end."""
+        passing = held(np.maximum(done, n + slots[after]), posted + n)
+        fronts, backs = (half * np.clip(posted - start, 0, n) for start in (total - n, off))
+        return (passing + fronts) * from_after + np.where(home > 0, backs, 0.0) * from_first
+
+    # Windows are widest at the first blocks of either side, or once all that is posted ahead is sent; what comes home
+    # adds up until the end.
+    t = np.stack([n, n + width, n + 2 * width, n + slots[after], outer, outer + width, outer + 2 * width, off + n])
+    t = first(np.vstack([t, np.full_like(n, total - 1)]))
+    end, ahead = last(t), last(last(t) + n - 1)
+    previous = np.where(t > n, first(t - 1), t)
+    earlier = np.where(previous > n, first(previous - 1), previous)
+    relayed = np.minimum(end, total - slots[before])
+    own_slot = np.where(home > 0, plan.slot, half) * sent.sum(1)
+    arriving = held(end, end + n) * pieces
+    # Sends are let go of two ticks later, when the next block's are posted: until then the block before counts, too.
+    kv_between = held(earlier, ahead) * kv + arriving + held(previous - 1, relayed) * copied
+    kv_between += np.where(t == n, n * own_slot, np.where(previous == n, own_slot, 0.0))
+    kv_call = held(previous, ahead) * kv + arriving + held(t - 1, relayed) * copied + np.where(t == n, own_slot, 0.0)
+    passed = held(earlier, t) * kv + held(previous - 1, t) * copied_back
+    dkv_call = passed + held(t, end) * kv + incoming(t, t)
+    dkv_after = passed + held(t, end) * kv + held(t, relayed) * copied_back + incoming(t, end)
+    now, keys = np.where(t < outer, back, rows), held(t, end)
+    prior = np.where(t == n, adopted, np.where(previous < outer, back, rows))
+    prior_keys = np.where(t == n, adopted, held(previous, t))
+
+    own = n * own_slot + held(n, last(2 * n - 1)) * kv + held(n, 2 * n) * pieces
+    everything = np.full_like(n, total)
+    final = first(everything)
+    left = held(final, everything) * kv
+    left_rows = np.where(final < outer, back, rows), held(final, everything)
+    come_home = held(first(final - 1), everything) * kv + incoming(everything, everything)
+    return _Moments.of(
+        (own, incoming(n, n), 0, 0, adopted, adopted),
+        (kv_between, passed + incoming(t, t), prior, prior_keys, 0, 0),
+        (kv_call, dkv_call, prior, prior_keys, now, keys),
+        (kv_call, dkv_after, now, keys, 0, 0),
+        (left, come_home, *left_rows, 0, 0),
+        (left, left, *left_rows, 0, 0),
+    )
+
+
+def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+    """The same with the all-gather: at the own call, before and in that for the inner and that for the outer groups."""
+    model = workload.model
+    window = None if model.full_layers else model.window  # the layer that needs most
+    home, heads = _hops(plan, replica)
+    fetched, delivered = _group_tokens(plan, replica, window)
+    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    index = np.arange(len(fetched))
+    place = np.argsort(np.argsort([min(shard.rank for shard in group.shards) for group in replica.groups]))
+    places = place[:, None] - (place[:, None] > place)  # of a source among those of a receiver, as they arrive
+    by_rank = 2 * heads * fetched[np.ix_(home, home)]
+
+    def side(sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the sources ``[source, receiver]`` of one call, and the rows times heads that it copies together.
+
+        It need not where they lie together as they arrived: whole heads, and no other source between them.
+        """
+        tokens = (fetched * sources).sum(0)[home]
+        pieces = ((by_rank > 0) & (heads < kv / 2) & sources[np.ix_(home, home)]).any(0)
+        spread = np.where(sources, places, -1).max(0) - np.where(sources, places, len(index)).min(0) + 1
+        return tokens, np.where(pieces | (spread > sources.sum(0))[home], tokens * kv, 0.0)
+
+    inner, inner_copy = side(index[:, None] > index)
+    outer, outer_copy = side(index[:, None] < index)
+    incoming = by_rank.sum(0)
+    both = by_rank.sum(1) + incoming  # the message, too, is held until the calls are done
+    returned = (2 * heads.T * delivered[np.ix_(home, home)]).sum(0)
+    inner_dkv, all_dkv = inner * kv, (inner + outer) * kv
+    # Results of the call before the outer one, and of the last.
+    prior = np.where(inner > 0, back, adopted), np.where(inner > 0, inner, adopted)
+    left_rows = np.where(outer > 0, rows, prior[0]), np.where(outer > 0, outer, prior[1])
+    last_copy = np.where(outer > 0, outer_copy, inner_copy)
+    left = np.where(last_copy > 0, last_copy, incoming)
+    return _Moments.of(
+        (both, 0, 0, 0, adopted, adopted),
+        (both + inner_copy, inner_dkv, adopted, adopted, np.where(inner > 0, back, 0.0), inner),
+        (both + inner_copy + outer_copy, inner_dkv, *prior, 0, 0),
+        (both + outer_copy, all_dkv, *prior, np.where(outer > 0, rows, 0.0), outer),
+        (left, 2 * all_dkv + returned, *left_rows, 0, 0),
+        (left, all_dkv, *left_rows, 0, 0),
+    )
 
 
 def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hexiseq.cluster import Cluster, Device, Node, Place, Seat
-from hexiseq.cost import replica_cost
-from hexiseq.plan import EXCHANGES, Plan, RankDevice
+from hexiseq.cost import attention_bytes, replica_cost
+from hexiseq.plan import DTYPES, EXCHANGES, Plan, RankDevice
 from hexiseq.testing import Pool, WorkerError, draw_mask, draw_plan
 from hexiseq.workload import ModelShape, Workload
 
@@ -316,3 +316,32 @@ def test_pool_names_who_raised_or_hung_and_starts_afresh():
         assert pool.run(cases.raise_on, 5) == [0, 1]
         with pytest.raises(WorkerError, match=r"^rank 0 hung: no answer within 1 s"):
             pool.run(cases.hang_on, 0, timeout=1)
+
+
+# Slots of 32 to 512 tokens; groups of one, of two with uneven heads, and both; MHA and GQA.
+MEMORY_PLANS = {
+    "ring": ([(8, [(512, 8)]), (8, [(512, 8)])], 1024, 8, 4, 64, {}),
+    "ring in 16 bits": ([(8, [(512, 8)]), (8, [(512, 8)])], 1024, 8, 8, 64, {"dtype": "bfloat16"}),
+    "uneven slots": ([(16, [(512, 8)]), (10, [(320, 8)]), (6, [(192, 8)])], 1024, 8, 2, 32, {"fusion": 4}),
+    "large slots": ([(2, [(1024, 4)]), (1, [(512, 4)]), (1, [(512, 4)])], 2048, 4, 2, 512, {"fusion": 1}),
+    "one group": ([(16, [(700, 6), (324, 2)])], 1024, 8, 8, 64, {}),
+    "one group in 16 bits": ([(16, [(700, 6), (324, 2)])], 1024, 8, 8, 64, {"dtype": "bfloat16"}),
+    "mixed": ([(8, [(400, 6), (112, 2)]), (8, [(512, 8)])], 1024, 8, 8, 64, {"fusion": 3}),
+    "gathered": ([(16, [(512, 8)]), (8, [(256, 8)]), (8, [(256, 8)])], 1024, 8, 2, 32, {"exchange": "allgather"}),
+    "mixed, gathered": ([(8, [(400, 6), (112, 2)]), (8, [(512, 8)])], 1024, 8, 8, 64,
+                        {"exchange": "allgather", "dtype": "bfloat16"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMORY_PLANS)
+def test_memory_is_what_the_cost_model_says(pools, name):
+    dim, (groups, seq_len, heads, kv, slot, options) = 128, MEMORY_PLANS[name]
+    plan = cases.simple_plan(groups, seq_len, heads, kv, slot, **{"dtype": "float32", **options})
+    measured = pools(plan.world_size).run(cases.peak_bytes, plan, 1, dim)
+    expected = attention_bytes(plan, places_and_workload(plan, dim)[1])
+    for rank, shard in enumerate(plan.shards()):
+        group = plan.replicas[0].groups[plan.place(rank)[1]]
+        token = shard.num_tokens * dim * DTYPES[plan.dtype]
+        results = (token * heads + group.num_tokens * shard.num_heads * 4, token * (heads + 2 * kv))
+        for what, found, result, model in zip(("forward", "backward"), measured[rank], results, expected, strict=True):
+            assert found - result == pytest.approx(model[rank], rel=0.1), f"{what} of rank {rank}"

@@ -369,16 +369,25 @@ def test_memory_of_gathered_kv_by_hand():
     head, kv = 4 * d, 2 * 2 * d  # all heads everywhere: 4 of queries, 2 of K and of V
     own, foreign = np.array([768, 256]), np.array([256, 384])
     returned = np.array([384, 256])  # from the one rank that attends to the own fronts, or to all own tokens
-    into = own * ((head + kv) * 2 + head * 4) + own * (head + kv) * 2 + foreign * kv * 2
-    np.testing.assert_array_equal(forward, into)
-    back = own * ((3 * head + kv) * 2 + (head + kv) * 4) + own * (3 * head + kv) * 2
-    np.testing.assert_array_equal(backward, back + np.maximum(foreign * kv * 6, (foreign + returned) * kv * 4))
-    ring_forward, ring_backward = attention_bytes(
-        dataclasses.replace(plan, exchange="ring"), workload_for(plan, "bfloat16", "selective")
-    )
-    slots = np.array([1, 2])  # one inner slot; of three outer ones its own one ahead and the one at work
-    np.testing.assert_array_equal(ring_forward - into, (slots * 256 - foreign) * kv * 2)
-    np.testing.assert_array_equal(ring_backward, back + slots * 256 * kv * 6)
+    rows = np.array([384, 256])  # of queries in the call for the foreign tokens
+    # The running sum, both ways' messages, and the part being merged: as it came, in fp32, and its log-sum-exps.
+    merging = own * head * 4 + (foreign + returned) * kv * 2 + rows * (head * (2 + 4) + 8 * 4 * 4)
+    np.testing.assert_array_equal(forward, merging - own * head * 2)
+    # The sums and their copy for the tokens; what the last call was given and returned.
+    np.testing.assert_array_equal(backward, 2 * own * (head + kv) * 4 + foreign * kv * (2 + 4 + 2) + rows * head * 2)
+
+
+def test_memory_of_the_ring_by_hand():
+    """Groups of one in fp32 add to what their own call returns, so that buffers and parts are all there is."""
+    forward, backward = attention_bytes(two_rank_plan("selective"), workload_for(two_rank_plan(), "float32"))
+    # Rank 0 merging its one call's 384 rows: an own front half is still being sent, the inner slot is there.
+    # Rank 1 merging the 256 rows of its first: its own slot is still being sent, two front halves are there.
+    rows, buffers = np.array([384, 256]), np.array([128 + 256, 256 + 2 * 128])
+    np.testing.assert_array_equal(forward, (buffers + rows) * 32 * 4 + rows * 8 * 4 * 4)
+    # Rank 0 after its one call: KV of that slot and a half, its dKV, three fronts' dKV on their way home, the results.
+    # Rank 1 in its second and third call: KV and dKV of three slots, and the results of two calls.
+    inner, outer = 256 + 128 + 256 + 3 * 128 + 384 + 256, 3 * 128 + 2 * 128 + 2 * (256 + 128)
+    np.testing.assert_array_equal(backward, np.array([inner, outer]) * 32 * 4)
 
 
 def test_memory_by_hand():
@@ -387,17 +396,15 @@ def test_memory_by_hand():
     layer, embedding, total = work.model.layer_parameters, work.model.embedding_parameters, work.model.parameters
     fixed = 1e9 + 16 * total / 2 + (2 * layer + embedding) * 4 + layer * 8 + embedding * 4
 
-    def share(tokens, buffered):
+    def share(tokens):
         kept = 3 * tokens * (64 + 4 * 8) * 4
         lse = 3 * tokens * 4 * 4
         working = tokens * (4 * 64 + 2 * 4 * 8 + 2 * 2 * 8 + 4 * 96) * 4
-        heads = tokens * ((3 * 32 + 32) * 4 + (32 + 32) * 4) + buffered * 32 * (4 + 4) + tokens * (3 * 32 + 32) * 4
         mlp = tokens * (2 * 96 + 2 * 64) * 4
         loss = min(tokens, 1024) * 300 * 8 + tokens * 64 * 4
-        return kept + lse + max(working + max(heads, mlp), loss)
+        return kept + lse + max(working + mlp, loss)  # attention needs less
 
-    # Rank 0 has room for the one foreign slot; rank 1 for its own window of one and the one at work.
-    expected = [fixed + share(768, 256), fixed + share(256, 512)]
+    expected = [fixed + share(768), fixed + share(256)]
     found = predict(two_rank_plan("selective"), cluster, work)
     assert found.memory_gb == pytest.approx([size / 1e9 for size in expected], rel=1e-12)
     assert found.memory_limit_gb == (9.5, 9.5)
