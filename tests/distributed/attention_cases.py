@@ -518,8 +518,8 @@ def memory_over_calls(plan: Plan, first: int, calls: int) -> tuple[int, int, int
 def peak_bytes(plan: Plan, batch: int, dim: int) -> list[int]:
     """Most bytes allocated at one time in a forward and in a backward, results included, buffers as on a GPU.
 
-    There the allocator takes back at once what is handed back; here a CPU rank's own store would keep it. Kernels return
-    at once, without results: their own workspace is not attention's.
+    There the allocator takes back at once what is handed back; here a CPU rank's own store would keep it. Kernels only
+    allocate their results: their workspace is not attention's.
     """
     passes = forward_and_backward(plan, batch, dim)
     take, all_to_all = Lease.take, dist.all_to_all_single
