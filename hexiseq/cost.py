@@ -555,7 +555,8 @@ def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -
     rows = np.array([group.num_tokens for group in replica.groups], float)[home]
     alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
     h = np.array([shard.num_heads for shard in shards], float)
-    kv = np.array([2.0 * np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards])
+    held_heads = (kv_heads(shard.heads, plan.gqa_ratio) for shard in shards)
+    kv = np.array([2.0 * (last - first) for first, last in held_heads])
     # A kernel call is for one fragment; what the one before returned is still there.
     cuts = [fragments(shard.heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for shard in shards]
     most_h, most_kv = (np.array([max(cut[i][1] - cut[i][0] for cut in rank) for rank in cuts], float) for i in (0, 1))
@@ -683,13 +684,13 @@ def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarr
 
     def held(start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Rows of the slots of foreign ticks ``[start, end)``."""
-        start, end = np.clip(start, n, total), np.clip(end, n, total)
+        start, end = np.minimum(np.maximum(start, n), total), np.minimum(np.maximum(end, n), total)
         inner = np.maximum(np.minimum(end, outer) - start, 0)
         return plan.slot * inner + half * np.maximum(end - np.maximum(start, outer), 0)
 
     def first(tick: np.ndarray) -> np.ndarray:
         """The first tick of a tick's block; a block is the slots of one call."""
-        tick = np.clip(tick, n, total - 1)
+        tick = np.minimum(np.maximum(tick, n), total - 1)
         side = np.where(tick < outer, n, outer)
         return side + (tick - side) // width * width
 
