@@ -62,6 +62,7 @@ def run(job: Job) -> None:
             Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"]),
         ],
         max_epochs=-1,
+        inference_mode=False,  # validation without gradients, but with tensors that training can go on using
         max_steps=trainer_config["max_steps"],
         accumulate_grad_batches=trainer_config["accumulation"],
         gradient_clip_val=trainer_config["gradient_clip"],

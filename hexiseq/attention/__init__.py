@@ -7,6 +7,7 @@ See ``docs/architecture.md`` for the layout and the ring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -47,32 +48,40 @@ def attend(
             0 to the plan's ``seq_len``. Tokens attend within their document. None: a sequence is one document.
         window: tokens that a token attends to at most, the latest, itself included; None for all. Needs `causal`.
 
-        ``B``, ``D`` and everything after `plan` are the same on all ranks of a replica.
+        ``B``, ``D``, everything after `plan`, whether gradients are needed, and the order of calls and of their
+        backward passes are the same on all ranks of a replica.
 
     Returns:
-        ``[B, L, H, D]`` in the inputs' dtype; gradients reach q, k and v.
+        ``[B, L, H, D]`` in the inputs' dtype; gradients reach q, k and v. There are no second derivatives.
 
     Raises:
         ValueError: a tensor's shape, dtype or device is not the plan's, or boundaries or window are no such thing;
             raised before any communication. Or ranks call with different values; raised by all of them.
-        RuntimeError: a peer failed, or did not answer within the runtime's timeout; names it.
+        RuntimeError: a peer failed, or did not answer within the runtime's timeout; names it. Later calls repeat it.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be a Plan, got {type(plan).__name__}")
     runtime = runtime_for(plan)
+    number = runtime.enter()
     _check(runtime, q, k, v)
     batch, _, _, dim = q.shape
-    mask = Mask.checked(plan.seq_len, batch, causal, window, documents)
+    mask = Mask.checked(plan.seq_len, batch, bool(causal), window, documents)
     scale = dim**-0.5 if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale}")
     runtime.agree(
         q.device,
         mask.documents,
+        number=number,
         batch=batch,
         head_dim=dim,
-        causal=causal,
+        causal=mask.causal,
         scale=scale,
         window=mask.window or 0,
+        needs_gradients=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)),
     )
     flat = flat_documents(mask.documents)
-    out, _ = attend_op(q, k, v, flat, runtime.handle, causal, mask.window or 0, scale)
+    out, _ = attend_op(q, k, v, flat, runtime.handle, number, mask.causal, mask.window or 0, scale)
     return out
 
 
@@ -81,7 +90,9 @@ def _check(runtime: Runtime, q: Tensor, k: Tensor, v: Tensor) -> None:
     tokens = plan.shard(runtime.rank).num_tokens
     lengths = (tokens,) if tokens else (0, 1)
     for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads), ("v", v, plan.num_kv_heads)):
-        if x.dim() != 4:
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            raise ValueError(f"{where}: {name} must be a dense tensor, got {getattr(x, 'layout', type(x).__name__)}")
+        if x.dim() != 4 or not x.shape[-1]:
             raise ValueError(f"{where}: {name} has shape {tuple(x.shape)}, needs [B, L, {heads}, D]")
         if x.shape[1] not in lengths:
             raise ValueError(f"{where}: {name} has {x.shape[1]} tokens, the plan {' or '.join(map(str, lengths))}")

@@ -77,7 +77,11 @@ class Lease:
         inner = math.prod(shape[1:])
         key = (like.device, dtype, inner * max(shape[0], most or 0))
         self._keys.add(key)
-        flat = self._free[key].pop() if self._free[key] else like.new_empty(key[-1], dtype=dtype)
+        if self._free[key]:
+            flat = self._free[key].pop()
+        else:
+            with torch.inference_mode(False):  # else a later call could not write to it
+                flat = torch.empty(key[-1], dtype=dtype, device=like.device)
         buffer = flat[: inner * shape[0]].view(*shape)
         self._taken[id(buffer)] = (buffer, key, flat)
         return buffer

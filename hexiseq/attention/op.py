@@ -18,19 +18,28 @@ from hexiseq.attention.runtime import Runtime, runtime_of
 
 @torch.library.custom_op("hexiseq::attend", mutates_args=())
 def attend_op(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int, causal: bool, window: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    handle: int,
+    number: int,
+    causal: bool,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, L, H, D], lse [B, own heads, L_g])`` of local shards.
 
     Args:
         documents: `flat_documents` of the call, on the CPU.
         handle: of a `Runtime` of this process.
+        number: of the call, from its `Runtime.enter`.
         window: 0 for none.
     """
     runtime = runtime_of(handle)
     runtime.calls["forward"] += 1
     route, links = runtime.route(causal, window, documents), runtime.links
-    with links.buffers.lease() as lease:
+    with runtime.step(), links.buffers.lease() as lease:
         q_h, k_h, v_h = to_heads(route, links, lease, (q, k, v), "qkk")
         rows, batch, heads, dim = q_h.shape
         out = lse = None
@@ -69,7 +78,15 @@ def attend_op(
 
 @attend_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int, causal: bool, window: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    handle: int,
+    number: int,
+    causal: bool,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     runtime = runtime_of(handle)
     lse = q.new_empty(q.shape[0], runtime.num_heads, runtime.group_tokens, dtype=_accumulator(q))
@@ -77,18 +94,22 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.handle, ctx.causal, ctx.window, ctx.scale = inputs
+    q, k, v, documents, ctx.handle, ctx.number, ctx.causal, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, documents, *output)
 
 
 def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    # Under autograd's no_grad. Only local tensors and lse were kept: q, k, v are the model's own activations, which
-    # checkpointing recomputes, and one fused all-to-all brings all of them to head form again.
+    # Only local tensors and lse were kept: q, k, v are the model's own activations, which checkpointing recomputes, and
+    # one fused all-to-all brings all of them to head form again.
+    if torch.is_grad_enabled():
+        raise RuntimeError("attention over a plan has no second derivatives: create_graph=True is not supported")
     q, k, v, documents, out, lse = ctx.saved_tensors
     runtime = runtime_of(ctx.handle)
     route = runtime.route(ctx.causal, ctx.window, documents)
+    if q.device.type == "cpu":
+        runtime.agree(q.device, None, number=ctx.number, backward=True)
     grads = _attend_backward(runtime, route, dout, q, k, v, out, lse, ctx.scale)
-    return *grads, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 attend_op.register_autograd(_backward, setup_context=_setup_context)
@@ -107,7 +128,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     runtime.calls["backward"] += 1
     links = runtime.links
-    with links.buffers.lease() as lease:
+    with runtime.step(), links.buffers.lease() as lease:
         q_h, k_h, v_h, out_h, dout_h = to_heads(route, links, lease, (q, k, v, out, dout), "qkkqq")
         rows, batch, heads, dim = q_h.shape
         kv_count, wide = k_h.shape[2], _accumulator(q)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -38,6 +39,7 @@ class Runtime:
         replica_group, group, kv_group, dkv_group: process groups of the own replica, of the own group in member order,
             and of the replica's KV and dKV traffic; None where there would be nobody else.
         calls: times the operator ran ``forward`` and ``backward``.
+        failure: of a call, after which none can follow.
 
     Raises:
         ValueError: the world has another size than the plan, the ranks do not agree on the plan, or a rank cannot run
@@ -54,6 +56,8 @@ class Runtime:
         self.plan, self.rank, self.timeout = plan, dist.get_rank(), timeout
         self.kernel = _agree(plan, self.rank)
         self.calls: Counter[str] = Counter()
+        self.failure: str | None = None
+        self._entered = 0
         self._routes: OrderedDict[tuple, Route] = OrderedDict()
         self._agreed: set[tuple] = set()
         self._keys: list[tuple] = []
@@ -101,35 +105,58 @@ class Runtime:
         self._routes.move_to_end(key)
         return self._routes[key]
 
+    def enter(self) -> int:
+        """The number of a new call. Raises RuntimeError after one has failed: ranks may be at different steps of it."""
+        if self.failure is not None:
+            raise RuntimeError(
+                f"an earlier attention call of this plan failed; restart the job. It said: {self.failure}"
+            )
+        self._entered += 1
+        return self._entered
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what ranks do together: a failure in it is remembered."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            raise
+
     def agree(self, device: torch.device, documents: tuple[tuple[int, ...], ...] | None, **call: float) -> None:
         """Have all ranks of the replica say what they are about to compute. Raises ValueError where they differ.
 
         On CPUs every call is compared. On GPUs hearing the answer would stall the queue: calls are compared when a rank
-        has not made one like it before, and their documents, new with every batch, not at all.
+        has not made one like it before, without their number and their documents, which are always new.
 
         Args:
             call: numbers by the name under which an error shows them.
         """
-        mine = dict(call)
-        if device.type == "cpu":
-            mine["documents"] = sum(map(len, documents or ()))
-            mine["documents_checksum"] = zlib.crc32(repr(documents).encode())
-        if self.replica_group is None or (device.type != "cpu" and tuple(mine.values()) in self._agreed):
+        if self.replica_group is None:
             return
+        if device.type == "cpu":
+            call["documents"] = sum(map(len, documents or ()))
+            call["documents_checksum"] = zlib.crc32(repr(documents).encode())
+            call["plan"] = int(self.plan.digest()[:12], 16)  # as much as a float64 holds
+        else:
+            del call["number"]
+            if tuple(call.values()) in self._agreed:
+                return
+            self._agreed.add(tuple(call.values()))
         ranks = self.links.replica_ranks
-        said = torch.empty(len(ranks), len(mine), dtype=torch.float64, device=device)
-        own = torch.tensor([list(mine.values())], dtype=torch.float64, device=device)
+        said = torch.empty(len(ranks), len(call), dtype=torch.float64, device=device)
+        own = torch.tensor([list(call.values())], dtype=torch.float64, device=device)
         with self.links.naming("comparing calls", [rank for rank in ranks if rank != self.rank]):
             dist.all_gather_single(said, own, group=self.replica_group)
         first, *others = said.tolist()
         for rank, theirs in zip(ranks[1:], others, strict=True):
-            for name, a, b in zip(mine, first, theirs, strict=True):
+            for name, a, b in zip(call, first, theirs, strict=True):
                 if a != b:
+                    a, b = (int(x) if x.is_integer() else x for x in (a, b))
                     raise ValueError(
-                        f"ranks call attend differently: {name} is {a:g} on rank {ranks[0]}, {b:g} on rank {rank}; all "
-                        "ranks of a replica must make the same calls"
+                        f"ranks call attend differently: {name} is {a} on rank {ranks[0]}, {b} on rank {rank}; all "
+                        "ranks of a replica must make the same calls, in the same order"
                     )
-        self._agreed.add(tuple(mine.values()))
 
     def close(self) -> None:
         """Forget the plan, and destroy the process groups no other plan uses. Collective; waits for all ranks."""
@@ -177,14 +204,22 @@ def runtime_for(plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> Runtime:
     if known is not None and known[0]() is plan:
         return known[1]
     runtime = _by_digest.get(plan.digest()) or Runtime(plan, timeout)
-    _by_plan[id(plan)] = (weakref.ref(plan), runtime)
+    _by_plan[id(plan)] = (weakref.ref(plan, functools.partial(_forget_plan, id(plan))), runtime)
     return runtime
+
+
+def _forget_plan(key: int, gone: weakref.ref[Plan]) -> None:
+    if key in _by_plan and _by_plan[key][0] is gone:
+        del _by_plan[key]
 
 
 @functools.lru_cache(maxsize=_KEPT_ROUTES)
 def flat_documents(documents: tuple[tuple[int, ...], ...] | None) -> Tensor | None:
     """A mask's documents as the operator takes them: int64, the boundaries of one sequence after the other."""
-    return None if documents is None else torch.tensor([edge for edges in documents for edge in edges])
+    if documents is None:
+        return None
+    with torch.inference_mode(False):  # a later call may have to save it for backward
+        return torch.tensor([edge for edges in documents for edge in edges])
 
 
 def _documents(flat: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,18 @@ class Mask:
     ) -> Mask:
         """The mask of a call, in its simplest form. Raises ValueError naming what is wrong."""
         if window is not None:
-            if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-                raise ValueError(f"window must be None or at least 1 token, got {window!r}")
+            if isinstance(window, bool) or not hasattr(window, "__index__") or operator.index(window) < 1:
+                raise ValueError(f"window must be None or a whole number of tokens, at least 1, got {window!r}")
+            window = operator.index(window)
             if not causal:
                 raise ValueError(f"window={window} needs causal attention")
         if documents is not None:
-            documents = tuple(tuple(int(edge) for edge in edges) for edges in documents)
+            try:
+                documents = tuple(tuple(operator.index(edge) for edge in edges) for edges in documents)
+            except TypeError as error:
+                raise ValueError(
+                    f"documents must be a list of whole numbers for each sequence, such as [[0, {seq_len}]]: {error}"
+                ) from None
             if len(documents) != sequences:
                 raise ValueError(f"documents has boundaries of {len(documents)} sequences, the batch {sequences}")
             for index, edges in enumerate(documents):

@@ -12,6 +12,7 @@ from collections import Counter
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -281,9 +282,11 @@ def fake_shapes(plan: Plan) -> bool:
     """Whether the operator's fake outputs have the shapes, strides and dtypes of the real ones."""
     runtime = runtime_for(plan)
     q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 2, 8, 0))
-    real = torch.ops.hexiseq.attend(q, k, v, None, runtime.handle, True, 0, 0.3)
+    real = torch.ops.hexiseq.attend(q, k, v, None, runtime.handle, 1, True, 0, 0.3)
     with FakeTensorMode() as mode:
-        fake = torch.ops.hexiseq.attend(*(mode.from_tensor(t) for t in (q, k, v)), None, runtime.handle, True, 0, 0.3)
+        fake = torch.ops.hexiseq.attend(
+            *(mode.from_tensor(t) for t in (q, k, v)), None, runtime.handle, 1, True, 0, 0.3
+        )
     close_all()
     return all(
         (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in zip(real, fake, strict=True)
@@ -306,7 +309,7 @@ def closed(plan: Plan) -> str:
     runtime.close()
     runtime.close()
     try:
-        torch.ops.hexiseq.attend(q, k, v, None, runtime.handle, True, 0, 0.3)
+        torch.ops.hexiseq.attend(q, k, v, None, runtime.handle, 1, True, 0, 0.3)
         said = "nothing"
     except RuntimeError as caught:
         said = str(caught)
@@ -330,11 +333,18 @@ def refused(plan: Plan) -> dict[str, str]:
         "dim": (q, k[..., 1:], v),
         "rank": (q[0], k, v),
         "device": (q, k, v.to("meta")),
+        "no tensor": (q, k, None),
+        "sparse": (q, k.to_sparse(), v),
+        "no dim": (q[..., :0], k[..., :0], v[..., :0]),
+        "scale": ((q, k, v), {"scale": 0.0}),
+        "documents": ((q, k, v), {"documents": [0, plan.seq_len]}),
+        "fraction": ((q, k, v), {"documents": [[0, 3.7, plan.seq_len]]}),
     }
     said = {}
     for name, inputs in wrong.items():
+        tensors_, options = inputs if len(inputs) == 2 else (inputs, {})
         try:
-            attend(*inputs, plan=plan)
+            attend(*tensors_, plan=plan, **options)
             said[name] = "nothing"
         except ValueError as caught:
             said[name] = str(caught)
@@ -354,10 +364,12 @@ def runtime_error(plans: list[Plan]) -> str:
 def peer_fails(plan: Plan, failing: int, how: str, backward: bool) -> str:
     """Attention during which one rank dies or stops; what the others are told."""
     rank = dist.get_rank()
-    Runtime(plan, timedelta(seconds=2))
+    runtime = Runtime(plan, timedelta(seconds=2))
     q, k, v, dout = shards(plan, rank, tensors(plan, 1, 8, 0))
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = attend(*inputs, plan=plan) if backward else None
+    if backward:  # which would find the peer missing before any of its own messages is
+        runtime.agree = lambda *_, **__: None
     dist.barrier()
     if rank == failing:
         if how == "dies":
@@ -485,7 +497,7 @@ def copied(plan: Plan, batch: int, dim: int) -> list[int]:
     runtime = runtime_for(plan)
     found = []
     with _Copies(dim) as copies:
-        out, lse = op.attend_op._init_fn(q, k, v, None, runtime.handle, True, 0, 0.3)
+        out, lse = op.attend_op._init_fn(q, k, v, None, runtime.handle, 1, True, 0, 0.3)
         found.append(copies.bytes)
         op._attend_backward(runtime, runtime.route(), dout, q, k, v, out, lse, 0.3)
         found.append(copies.bytes - found[0])
@@ -576,6 +588,81 @@ def disagreement(plan: Plan, what: str) -> str:
     except ValueError as caught:
         said = str(caught)
     close_all()
+    return said
+
+
+def out_of_step(plan: Plan) -> list[str]:
+    """What ranks hear when the last one runs two backward passes in another order, and when it then skips a call."""
+    odd = dist.get_rank() == plan.world_size - 1
+    q, k, v, dout = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 0))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    said = []
+
+    def told(function):
+        try:
+            function()
+            said.append("nothing")
+        except (ValueError, RuntimeError) as caught:
+            said.append(str(caught))
+
+    outs = [attend(*inputs, plan=plan) for _ in range(2)]
+    for out in reversed(outs) if odd else outs:
+        told(lambda out=out: torch.autograd.grad(out, inputs, dout))
+    if odd:  # refused here alone, before anybody communicates
+        told(lambda: attend(q.float(), k, v, plan=plan))
+    told(lambda: attend(*inputs, plan=plan))
+    close_all()
+    return said
+
+
+def other_plan(first: Plan, second: Plan) -> str:
+    """What is said when the last rank calls with another plan than the others, all of them made before."""
+    odd = dist.get_rank() == first.world_size - 1
+    for plan in (first, second):
+        runtime_for(plan)
+    plan = second if odd else first
+    q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 0))
+    try:
+        attend(q, k, v, plan=plan)
+        said = "nothing"
+    except ValueError as caught:
+        said = str(caught)
+    close_all()
+    return said
+
+
+def modes(plan: Plan) -> float:
+    """Worst error of a call with gradients after the same call in inference mode. Second derivatives must be refused."""
+    mask = {"documents": [[0, 5, plan.seq_len]]}
+    whole = tensors(plan, 1, 8, 0)
+    q, k, v, dout = shards(plan, dist.get_rank(), whole)
+    with torch.inference_mode():
+        attend(q, k, v, plan=plan, **mask)
+    found = run(plan, q, k, v, dout, **mask)
+    expected = shards(plan, dist.get_rank(), reference(*whole, **mask))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*inputs, plan=plan)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out, inputs, dout, create_graph=True)
+    close_all()
+    return max(error(a, b, 1.0) for a, b in zip(found, expected, strict=True))
+
+
+def fails_within(plan: Plan) -> list[str]:
+    """What a rank hears whose kernel fails in a call, and what it hears in the next."""
+    runtime = runtime_for(plan)
+
+    def broken(*_):
+        raise MemoryError("none left")
+
+    runtime.kernel = dataclasses.replace(runtime.kernel, forward=broken)
+    q, k, v, _ = shards(plan, dist.get_rank(), tensors(plan, 1, 8, 0))
+    said = []
+    for _ in range(2):
+        try:
+            attend(q, k, v, plan=plan)
+        except (MemoryError, RuntimeError) as caught:
+            said.append(f"{type(caught).__name__}: {caught}")
     return said
 
 

@@ -156,6 +156,12 @@ def test_wrong_tensors_are_refused_before_communicating(pools):
     assert "k has shape (1, 8, 2, 7), q (1, 8, 4, 8)" in said["dim"]
     assert "q has shape (8, 4, 8), needs [B, L, 4, D]" in said["rank"]
     assert "v is on meta, the plan's kernel 'cpu' needs cpu" in said["device"]
+    assert "v must be a dense tensor, got NoneType" in said["no tensor"]
+    assert "k must be a dense tensor, got torch.sparse_coo" in said["sparse"]
+    assert "q has shape (1, 8, 4, 0), needs [B, L, 4, D]" in said["no dim"]
+    assert "scale must be a positive number, got 0.0" in said["scale"]
+    assert "documents must be a list of whole numbers for each sequence, such as [[0, 12]]" in said["documents"]
+    assert "documents must be a list of whole numbers for each sequence, such as [[0, 12]]" in said["fraction"]
 
 
 def test_different_plans_are_refused_by_all(pools):
@@ -168,7 +174,7 @@ def test_different_plans_are_refused_by_all(pools):
     ("what", "said"),
     [
         ("batch", "batch is 1 on rank 0, 2 on rank 4"),
-        ("scale", "scale is 0.353553 on rank 0, 0.5 on rank 4"),
+        ("scale", "scale is 0.3535533905932738 on rank 0, 0.5 on rank 4"),
         ("window", "window is 0 on rank 0, 3 on rank 4"),
         ("causal", "causal is 1 on rank 0, 0 on rank 4"),
         ("documents", "documents_checksum is "),
@@ -177,6 +183,35 @@ def test_different_plans_are_refused_by_all(pools):
 def test_ranks_that_call_differently_find_out_before_they_communicate(pools, what, said):
     for told in pools(5).run(cases.disagreement, MIXED, what):
         assert told.startswith("ranks call attend differently: " + said)
+
+
+def test_ranks_out_of_step_find_out(pools):
+    first, last = pools(2).run(cases.out_of_step, PAIR)
+    assert first[0].startswith("ranks call attend differently: number is 1 on rank 0, 2 on rank 1")
+    assert first[1].startswith("ranks call attend differently: number is 2 on rank 0, 1 on rank 1")
+    assert last[2].startswith("rank 1: q is float32, the plan float64")
+    assert first[2].startswith("ranks call attend differently: number is 3 on rank 0, 4 on rank 1")
+    assert last[3] == first[2]
+
+
+def test_ranks_with_different_known_plans_find_out(pools):
+    for other in (dataclasses.replace(PAIR, exchange="allgather"), dataclasses.replace(PAIR, fusion=3)):
+        for said in pools(2).run(cases.other_plan, PAIR, other):
+            assert said.startswith("ranks call attend differently: plan is ")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_inference_and_second_derivatives(pools, exchange):
+    assert max(pools(5).run(cases.modes, dataclasses.replace(MIXED, exchange=exchange))) <= 1e-12
+
+
+def test_no_call_follows_a_failed_one():
+    with Pool(2) as pool:
+        for first, second in pool.run(cases.fails_within, PAIR):
+            assert first == "MemoryError: none left"
+            assert second == (
+                "RuntimeError: an earlier attention call of this plan failed; restart the job. It said: " + first
+            )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -210,18 +245,16 @@ def places_and_workload(plan: Plan, dim: int) -> tuple[tuple[Place, ...], Worklo
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_collectives_of_a_call_are_as_few_as_designed(pools, exchange):
     """Two all-to-alls a pass inside a group; across groups a batch per tick that has messages, or one all-gather."""
-    compared = {"all_gather_single": 1}  # ranks on CPUs compare their calls first
+    compared = {"all_gather_single": 1}  # ranks on CPUs compare their calls and their backward passes first
     alone = cases.simple_plan([(4, [(20, 3), (12, 1)])], 32, 4, 4, 8, dtype="float32", exchange=exchange)
-    assert (
-        pools(2).run(cases.collectives, alone) == [[{**compared, "all_to_all_single": 2}, {"all_to_all_single": 2}]] * 2
-    )
+    assert pools(2).run(cases.collectives, alone) == [[{**compared, "all_to_all_single": 2}] * 2] * 2
     across = cases.simple_plan([(3, [(24, 4)]), (2, [(16, 4)])], 40, 4, 4, 8, dtype="float32", exchange=exchange)
     found = pools(2).run(cases.collectives, across)
     if exchange == "allgather":
-        assert found == [[{**compared, "all_to_all_single": 1}, {"all_to_all_single": 2}]] * 2
+        assert found == [[{**compared, "all_to_all_single": 1}, {**compared, "all_to_all_single": 2}]] * 2
     else:
         # KV leaves at ticks 0 to 2 of the one and 0 and 1 of the other, dKV at ticks 3 and 4, and 2 to 4.
-        assert found == [[{**compared, "batch_isend_irecv": 3}, {"batch_isend_irecv": 3 + 3}]] * 2
+        assert found == [[{**compared, "batch_isend_irecv": 3}, {**compared, "batch_isend_irecv": 3 + 3}]] * 2
     both = cases.simple_plan([(3, [(12, 3), (12, 1)]), (2, [(16, 4)])], 40, 4, 4, 8, dtype="float32", exchange=exchange)
     outer, _, inner = pools(3).run(cases.collectives, both)
     assert outer[0]["all_to_all_single"] - inner[0].get("all_to_all_single", 0) == 2

@@ -446,8 +446,8 @@ def test_first_row_at_or_after_a_position():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"window": 0}, "window must be None or at least 1 token, got 0"),
-        ({"window": True}, "window must be None or at least 1 token, got True"),
+        ({"window": 0}, "window must be None or a whole number of tokens, at least 1, got 0"),
+        ({"window": True}, "window must be None or a whole number of tokens, at least 1, got True"),
         ({"window": 4, "causal": False}, "window=4 needs causal attention"),
         ({"documents": [[0, 16]]}, "documents has boundaries of 1 sequences, the batch 2"),
         (
