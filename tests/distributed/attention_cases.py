@@ -632,7 +632,7 @@ def other_plan(first: Plan, second: Plan) -> str:
 
 
 def modes(plan: Plan) -> float:
-    """Worst error of a call with gradients after the same call in inference mode. Second derivatives must be refused."""
+    """Worst error of a call with gradients after one in inference mode. Second derivatives must be refused."""
     mask = {"documents": [[0, 5, plan.seq_len]]}
     whole = tensors(plan, 1, 8, 0)
     q, k, v, dout = shards(plan, dist.get_rank(), whole)
