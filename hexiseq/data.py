@@ -280,7 +280,7 @@ class HexiSeqDataModule(L.LightningDataModule):
             if every and not (held and kept):
                 raise ValueError(
                     f"data.validation_fraction {self.validation_fraction} leaves {len(kept)} training and {len(held)} "
-                    f"validation documents of {len(documents)}; use 0 or more documents"
+                    f"validation documents of {len(documents)}; set it to 0 or give more documents"
                 )
             self.train_source = SequenceSource(kept, self.seq_len, self.tokenizer.eos, self.seed)
             self.validation_source = ValidationSource(held, self.seq_len, self.tokenizer.eos) if held else None
