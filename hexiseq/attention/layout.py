@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hexiseq.attention.kernels import FULL
-from hexiseq.attention.tiles import Mask, Run, Tile, rows_from, tiles
+from hexiseq.attention.tiles import PLAIN, Mask, Run, Tile, rows_from, tiles
 from hexiseq.plan import Interval, Plan, Replica, claims, fragments, fusion_width, group_intervals, kv_heads
 
 OWN, INNER, OUTER, WHOLE = "own", "inner", "outer", "whole"
@@ -227,13 +227,13 @@ class Route:
         return source == self.group if self.gathers else self.off <= source < self.off + self.slots
 
 
-def routes(plan: Plan, mask: Mask = Mask()) -> list[Route]:  # noqa: B008 - frozen
+def routes(plan: Plan, mask: Mask = PLAIN) -> list[Route]:
     """The routes of all ranks, by rank."""
     circles = [_Circle(plan, replica, mask) for replica in plan.replicas]
     return [_route(plan, circles[plan.place(rank)[0]], rank) for rank in range(plan.world_size)]
 
 
-def route(plan: Plan, rank: int, mask: Mask = Mask()) -> Route:  # noqa: B008 - frozen
+def route(plan: Plan, rank: int, mask: Mask = PLAIN) -> Route:
     """What `rank` does in one attention call. Raises ValueError if the rank is not in the plan."""
     return _route(plan, _Circle(plan, plan.replicas[plan.place(rank)[0]], mask), rank)
 

@@ -82,6 +82,9 @@ class Mask:
         return max(windowed, min(starts))
 
 
+PLAIN = Mask()
+
+
 def _check_boundaries(index: int, edges: tuple[int, ...], seq_len: int) -> None:
     where = f"documents[{index}]"
     if len(edges) < 2 or edges[0] != 0 or edges[-1] != seq_len:
