@@ -196,7 +196,10 @@ def machine():
             patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
             patch.setattr(torch.cuda, "get_device_name", lambda: f"GPU {capability}")
             patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: activated)
-            version = lambda name: stand_in(name) if name in installed else real(name)  # noqa: E731
+
+            def version(name):
+                return stand_in(name) if name in installed else real(name)
+
             patch.setattr(importlib.metadata, "version", version)
 
         yield become
