@@ -42,6 +42,7 @@ from hexiseq import standins
 from hexiseq.attention import attend, close_all
 from hexiseq.attention.kernels import cpu
 from hexiseq.attention.tiles import Mask, tiles
+from hexiseq.documents import balanced_order
 from hexiseq.plan import Plan
 from hexiseq.testing import Pool
 
@@ -285,7 +286,7 @@ def contest_of(options: argparse.Namespace) -> tuple[Contest, dict[str, str]]:
         plans=plans,
         peers=chosen,
         versus=tuple(versus),
-        documents=None if options.documents is None else draw_documents(options.seq, options.documents),
+        documents=None if options.documents is None else _documents(options, next(iter(plans.values()))),
         window=options.window,
         dim=options.head_dim,
         rounds=options.rounds,
@@ -302,6 +303,16 @@ def _absent_peers(ranks: int, options: argparse.Namespace) -> dict[str, str]:
         if reason:
             found[name] = reason
     return found
+
+
+def _documents(options: argparse.Namespace, plan: Plan) -> tuple[int, ...]:
+    """Boundaries of drawn documents, in the order that training packs them in."""
+    drawn = draw_documents(options.seq, options.documents)
+    if options.as_drawn:
+        return drawn
+    lengths = np.diff(drawn)
+    ends = np.cumsum(lengths[balanced_order(lengths.tolist(), plan, 0)])
+    return (0, *ends.tolist())
 
 
 def draw_documents(seq_len: int, mean: int) -> tuple[int, ...]:
@@ -447,6 +458,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Contest,
         help="3 ranks on 2 cores: the plan for 1 : 0.5 : 0.5 against the even one",
     )
     add("--documents", type=int, metavar="MEAN", help="pack documents of this mean length")
+    add("--as-drawn", action="store_true", help="leave the documents in the order drawn")
     add("--window", type=int, help="attend to the latest tokens only")
     add("--json", type=Path, metavar="PATH", help="write all numbers there")
     options = parser.parse_args(arguments)

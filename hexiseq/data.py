@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from hexiseq.documents import balanced_order
+
 SOURCES = ("pystdlib", "text_dir", "synthetic")
 IGNORED = -100
 VOCAB_SIZE = 259  # of byte tokens: 256 bytes, bos, eos and pad
@@ -116,6 +118,11 @@ def synthetic_documents(documents: int, length: int, vocab_size: int, noise: flo
     return list(whole)
 
 
+def boundaries(parts: Sequence[np.ndarray]) -> list[int]:
+    """Where documents packed end to end start, and where the last one ends."""
+    return [0, *np.cumsum([len(part) for part in parts]).tolist()]
+
+
 def restarted_positions(boundaries: Sequence[int]) -> np.ndarray:
     """Positions that start at 0 in each document, int64 ``[seq_len]``, of boundaries such as ``[0, 700, seq_len]``."""
     starts = np.asarray(boundaries[:-1], dtype=np.int64)
@@ -153,17 +160,13 @@ class SequenceSource:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sequence `index`, int64 ``[seq_len]``."""
-        return np.concatenate(self._parts(index)).astype(np.int64)
+        return np.concatenate(self.parts(index)).astype(np.int64)
 
-    def boundaries(self, index: int) -> list[int]:
-        """Where the documents of sequence `index` start, and `seq_len`; a document's `eos` belongs to it.
+    def parts(self, index: int) -> list[np.ndarray]:
+        """The documents of sequence `index`, each with its `eos`.
 
-        The rest of a document that began in an earlier sequence counts as a document.
+        The first may be the rest of one that began in an earlier sequence, the last the beginning of one.
         """
-        return [0, *np.cumsum([len(part) for part in self._parts(index)]).tolist()]
-
-    def _parts(self, index: int) -> list[np.ndarray]:
-        """The documents, or parts of them, that sequence `index` consists of."""
         epoch, chunk = divmod(index, len(self))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self._documents))
@@ -210,7 +213,7 @@ class ValidationSource:
         return ids, np.concatenate([owned, np.full(filling, IGNORED)])
 
     def boundaries(self, index: int) -> list[int]:
-        """As those of a `SequenceSource`; the filling counts as one document."""
+        """Where the documents of sequence `index` start, and `seq_len`; the filling counts as one document."""
         start = index * self.seq_len
         inside = self._ends[(self._ends > start) & (self._ends < start + self.seq_len)] - start
         return [0, *inside.tolist(), self.seq_len]
@@ -235,6 +238,8 @@ class HexiSeqDataModule(L.LightningDataModule):
             then stay within a document.
         restart_positions: batches carry ``position_ids`` ``[count, seq_len]`` that start at 0 in each document. Needs
             `mask_documents`.
+        arrange_documents: with `mask_documents`, a training sequence's documents lie in the order that gives each group
+            of the plan its share of the attention (`hexiseq.documents.balanced_order`).
 
     Raises:
         ValueError: naming the parameter, its value and what would do.
@@ -251,15 +256,17 @@ class HexiSeqDataModule(L.LightningDataModule):
         synthetic: Mapping[str, Any] | None = None,
         mask_documents: bool = False,
         restart_positions: bool = False,
+        arrange_documents: bool = False,
     ) -> None:
         super().__init__()
         _check(source, seq_len, seed, validation_fraction)
-        _check_documents(mask_documents, restart_positions)
+        _check_documents(mask_documents, restart_positions, arrange_documents)
         if source == "text_dir":
             text_files(path)
         self.source, self.seq_len, self.seed, self.path = source, seq_len, seed, path
         self.validation_fraction = validation_fraction
         self.mask_documents, self.restart_positions = mask_documents, restart_positions
+        self.arrange_documents = arrange_documents
         self.tokenizer = make_tokenizer(tokenizer)
         self.synthetic = _check_synthetic(synthetic, tokenizer) if source == "synthetic" else {}
         self.sequences_consumed = 0
@@ -288,7 +295,8 @@ class HexiSeqDataModule(L.LightningDataModule):
         if strategy is not None and hasattr(strategy, "check_equal"):
             strategy.check_equal("the training data", self.train_source.fingerprint())
             strategy.check_equal(
-                "(data.mask_documents, data.restart_positions)", str((self.mask_documents, self.restart_positions))
+                "(data.mask_documents, data.restart_positions, data.arrange_documents)",
+                str((self.mask_documents, self.restart_positions, self.arrange_documents)),
             )
 
     def _documents(self) -> list[np.ndarray]:
@@ -297,11 +305,25 @@ class HexiSeqDataModule(L.LightningDataModule):
         files = stdlib_files() if self.source == "pystdlib" else text_files(self.path)
         return read_documents(files, self.tokenizer)
 
-    def marks(self, source: SequenceSource | ValidationSource, indices: Sequence[int]) -> dict[str, Any]:
-        """What batches of these sequences carry about their documents: nothing unless asked for."""
+    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Training sequences as they are fed: ``input_ids`` int64 ``[count, seq_len]`` and `marks`."""
+        assert self.train_source is not None
+        sequences = [self._arranged(self.train_source.parts(index)) for index in indices]
+        ids = np.stack([np.concatenate(parts) for parts in sequences]).astype(np.int64)
+        return {"input_ids": torch.from_numpy(ids), **self.marks([boundaries(parts) for parts in sequences])}
+
+    def _arranged(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        strategy = getattr(self.trainer, "strategy", None)
+        plan = getattr(strategy, "plan", None)
+        if not (self.mask_documents and self.arrange_documents) or strategy is None or plan is None:
+            return parts
+        order = balanced_order([len(part) for part in parts], plan, plan.place(strategy.global_rank)[0])
+        return [parts[i] for i in order]
+
+    def marks(self, documents: list[list[int]]) -> dict[str, Any]:
+        """What batches with these boundaries of documents carry about them: nothing unless asked for."""
         if not self.mask_documents:
             return {}
-        documents = [source.boundaries(index) for index in indices]
         if not self.restart_positions:
             return {"documents": documents}
         positions = np.stack([restarted_positions(boundaries) for boundaries in documents])
@@ -353,14 +375,10 @@ class _TrainLoader:
         self._module = module
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        source = self._module.train_source
-        assert source is not None
         first, count, total = self._module.share()
         position = self._module.sequences_consumed
         while True:
-            indices = range(position + first, position + first + count)
-            ids = torch.from_numpy(np.stack([source[i] for i in indices]))
-            yield {"input_ids": ids, **self._module.marks(source, indices)}
+            yield self._module.batch(range(position + first, position + first + count))
             position += total
 
 
@@ -381,7 +399,8 @@ class _ValidationLoader:
             indices = range(start + first, start + first + count)
             pairs = [self._source[i] for i in indices]
             ids, labels = (torch.from_numpy(np.stack(column)) for column in zip(*pairs, strict=True))
-            yield {"input_ids": ids, "labels": labels, **self._module.marks(self._source, indices)}
+            ends = [self._source.boundaries(i) for i in indices]
+            yield {"input_ids": ids, "labels": labels, **self._module.marks(ends)}
 
 
 def _check(source: str, seq_len: int, seed: int, validation_fraction: float) -> None:
@@ -395,8 +414,12 @@ def _check(source: str, seq_len: int, seed: int, validation_fraction: float) -> 
         raise ValueError(f"data.validation_fraction must be within [0, 0.5], got {validation_fraction!r}")
 
 
-def _check_documents(mask_documents: bool, restart_positions: bool) -> None:
-    for name, value in (("mask_documents", mask_documents), ("restart_positions", restart_positions)):
+def _check_documents(mask_documents: bool, restart_positions: bool, arrange_documents: bool) -> None:
+    for name, value in (
+        ("mask_documents", mask_documents),
+        ("restart_positions", restart_positions),
+        ("arrange_documents", arrange_documents),
+    ):
         if not isinstance(value, bool):
             raise ValueError(f"data.{name} must be true or false, got {value!r}")
     if restart_positions and not mask_documents:

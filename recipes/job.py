@@ -207,6 +207,7 @@ def data_module(config: Config) -> HexiSeqDataModule:
         synthetic=data["synthetic"],
         mask_documents=data["mask_documents"],
         restart_positions=data["restart_positions"],
+        arrange_documents=data["arrange_documents"],
     )
 
 

@@ -28,7 +28,8 @@ ALLOWED = {
     "standins": set(),
     "attention": {"plan"},
     "models": {"plan", "attention"},
-    "data": {"plan"},
+    "documents": {"plan"},
+    "data": {"plan", "documents"},
     "strategy": {"plan", "cluster", "workload", "schedule", "attention", "models", "data", "launch"},
     "module": {"plan", "models", "strategy"},
     "callbacks": {"plan", "strategy"},
@@ -43,7 +44,7 @@ BORDERS = {
     "wandb": set(),
     "matplotlib": {"picture"},
 }
-WITHOUT_TORCH = ("plan", "cluster", "workload", "cost", "schedule", "simulate", "rehearsal", "picture")
+WITHOUT_TORCH = ("plan", "cluster", "workload", "cost", "schedule", "simulate", "documents", "rehearsal", "picture")
 
 
 def imports(path: Path) -> set[str]:

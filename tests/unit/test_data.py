@@ -13,6 +13,7 @@ from hexiseq.data import (
     HexiSeqDataModule,
     SequenceSource,
     ValidationSource,
+    boundaries,
     restarted_positions,
     stdlib_files,
     text_files,
@@ -69,11 +70,11 @@ def test_boundaries_are_where_documents_start():
     documents = [np.full(length, length) for length in (3, 30, 7, 55, 11)]
     source = SequenceSource(documents, seq_len=10, eos=99, seed=0)
     for index in range(2 * len(source)):
-        tokens, ends = source[index], source.boundaries(index)
+        tokens, ends = source[index], boundaries(source.parts(index))
         # After an eos, and nowhere else; an eos belongs to the document before it.
         assert ends == sorted({0, 10, *(np.flatnonzero(tokens == 99) + 1).tolist()})
     whole = SequenceSource([np.arange(9), np.arange(9)], seq_len=10, eos=99, seed=0)
-    assert whole.boundaries(0) == whole.boundaries(1) == [0, 10]
+    assert boundaries(whole.parts(0)) == boundaries(whole.parts(1)) == [0, 10]
     assert restarted_positions([0, 1, 4, 10]).tolist() == [0, 0, 1, 2, 0, 1, 2, 3, 4, 5]
 
 
@@ -95,11 +96,14 @@ def test_batches_carry_documents_when_asked():
         assert "documents" not in batches[0]
         assert batches[1].keys() == {*batches[0], "documents"}
         assert batches[2].keys() == {*batches[1], "position_ids"}
-        source = marked.train_source if loader == "train_dataloader" else marked.validation_source
-        assert batches[1]["documents"] == batches[2]["documents"] == [source.boundaries(0), source.boundaries(1)]
+        if loader == "train_dataloader":
+            ends = [boundaries(marked.train_source.parts(i)) for i in range(2)]
+        else:
+            ends = [marked.validation_source.boundaries(i) for i in range(2)]
+        assert batches[1]["documents"] == batches[2]["documents"] == ends
         positions = np.stack([restarted_positions(ends) for ends in batches[2]["documents"]])
         assert torch.equal(batches[2]["position_ids"], torch.from_numpy(positions))
-    assert any(len(ends) > 2 for index in range(9) for ends in [marked.train_source.boundaries(index)])
+    assert any(len(ends) > 2 for index in range(9) for ends in [boundaries(marked.train_source.parts(index))])
 
 
 def test_ranks_that_read_other_documents_are_found():
