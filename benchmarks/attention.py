@@ -10,7 +10,8 @@ out and gradients, are first checked against one process. Then they take turns i
 disturbance of the machine meets them all; ratios are medians over rounds of the ratio within a round. Wall seconds are
 the slowest rank's between two barriers, CPU seconds those of the busiest core. ``one-process`` is the bare kernel for
 the whole sequence on rank 0's core while the other ranks wait; efficiency is its time, times the largest share of the
-work that one core has, over a method's time: 1 would be kernels and nothing else.
+work that one core has, over a method's time: 1 would be kernels and nothing else. Kernel calls are timed on their own,
+too: what is left is a method's overhead, which the noise of a shared machine, nearly all in the kernels, leaves alone.
 
 Where there are more ranks than cores the last ranks share a core: three ranks on two cores are one fast rank and two of
 half its speed. An even split then leaves the first core idle a third of the time, by every method alike.
@@ -23,6 +24,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import operator
 import platform
 import statistics
 import sys
@@ -37,7 +39,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import peers
-from benchmarks.ranks import Method, core_of, cores, pin, ring_plan, slot_for, tensors, timed, ulysses_plan
+from benchmarks.ranks import (
+    Method,
+    core_of,
+    cores,
+    kernels_timed,
+    pin,
+    ring_plan,
+    slot_for,
+    tensors,
+    timed,
+    ulysses_plan,
+)
 from hexiseq import standins
 from hexiseq.attention import attend, close_all
 from hexiseq.attention.kernels import cpu
@@ -100,7 +113,7 @@ def run(contest: Contest) -> dict[str, Any]:
     dtype = getattr(torch, plan.dtype)
     whole = tensors(plan.seq_len, plan.num_heads, plan.num_kv_heads, contest.dim, dtype)
     masks = [Mask(), _mask(contest)] if contest.masked else [Mask()]
-    with standins.install((torch.float32, torch.bfloat16)):
+    with standins.install((torch.float32, torch.bfloat16)), kernels_timed(cpu, standins, peers):
         expected = {mask: _reference(whole, mask) for mask in masks}
         entries, errors = [], {}
         for method, mask in _methods(contest, rank):
@@ -117,16 +130,16 @@ def run(contest: Contest) -> dict[str, Any]:
 
 
 def _rounds(entries: list[Entry], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    seconds: dict[str, dict[str, list[tuple[float, float]]]] = {
+    seconds: dict[str, dict[str, list[tuple[float, float, float]]]] = {
         entry.name: {"forward": [], "backward": []} for entry in entries
     }
     for first in range(-1, rounds):  # round -1 makes whatever is made at first use, and does not count
         for i in range(len(entries)):
             entry = entries[(first + i) % len(entries)]
-            result, wall, cpu = timed(entry.forward)
-            seconds[entry.name]["forward"].append((wall, cpu))
-            _, wall, cpu = timed(entry.backward, result)
-            seconds[entry.name]["backward"].append((wall, cpu))
+            result, forward = timed(entry.forward)
+            seconds[entry.name]["forward"].append(forward)
+            _, backward = timed(entry.backward, result)
+            seconds[entry.name]["backward"].append(backward)
             del result
         if dist.get_rank() == 0:
             took = sum(passes[what][-1][0] for passes in seconds.values() for what in passes)
@@ -352,7 +365,11 @@ Times = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def combine(contest: Contest, by_rank: Sequence[dict[str, Any]]) -> Times:
-    """Seconds by method, pass and clock (``wall``, ``cpu``), a number per round, over all ranks."""
+    """Seconds by method, pass and clock, a number per round.
+
+    ``wall`` of the slowest rank, ``cpu`` of the busiest core; of all ranks together ``used`` CPU seconds, and what of
+    these is ``outside`` the attention kernels.
+    """
     times: Times = {}
     for name, first in by_rank[0]["seconds"].items():
         times[name] = {}
@@ -365,10 +382,15 @@ def combine(contest: Contest, by_rank: Sequence[dict[str, Any]]) -> Times:
                 for rank, seconds in enumerate(ranks):
                     by_core[core_of(rank, contest.cores)] += seconds[i][1]
                 busiest.append(max(by_core.values()))
-            times[name][what] = {"wall": [max(seconds[i][0] for seconds in ranks) for i in rounds], "cpu": busiest}
+            times[name][what] = {
+                "wall": [max(seconds[i][0] for seconds in ranks) for i in rounds],
+                "cpu": busiest,
+                "used": [sum(seconds[i][1] for seconds in ranks) for i in rounds],
+                "outside": [sum(seconds[i][1] - seconds[i][2] for seconds in ranks) for i in rounds],
+            }
         parts = [times[name][what] for what in ("forward", "backward")]
         times[name]["both"] = {clock: [a + b for a, b in zip(*(p[clock] for p in parts), strict=True)]
-                               for clock in ("wall", "cpu")}  # fmt: skip
+                               for clock in parts[0]}  # fmt: skip
     return times
 
 
@@ -416,6 +438,12 @@ def report(contest: Contest, times: Times, errors: dict[str, float], absent: dic
         found["efficiency"][name] = [share, *(ratio(times, base, name, *column, scale=share) for column in columns)]
     _table("efficiency: kernel seconds of the busiest core's share over the method's",
            ["share", *header], _rounded(found["efficiency"]))  # fmt: skip
+    found["outside"] = {
+        name: [statistics.median(map(operator.truediv, times[name][what]["outside"], times[name][what]["used"]))
+               for what in PASSES]
+        for name in (*contest.plans, *contest.peers)
+    }  # fmt: skip
+    _table("part of all CPU time that is outside the kernels", list(PASSES), _rounded(found["outside"]))
     return found
 
 

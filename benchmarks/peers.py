@@ -23,8 +23,8 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from benchmarks.ranks import Method
 
 NAMES = ("torch-allgather", "torch-alltoall", "zigzag-ring", "ulysses")
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def why_not(name: str, *, ranks: int, seq_len: int, heads: int, kv_heads: int) -> str:
@@ -72,7 +72,7 @@ def _torch_ring(rotation: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             torch_cp._cp_options.rotate_method = rotation
-            out, lse = torch_cp._templated_ring_attention(group, 2, _forward_op, q, k, v, is_causal=True, dropout_p=0.0)
+            out, lse = torch_cp._templated_ring_attention(group, 2, _forward, q, k, v, is_causal=True, dropout_p=0.0)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
@@ -81,7 +81,7 @@ def _torch_ring(rotation: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             torch_cp._cp_options.rotate_method = rotation
             q, k, v, out, lse = ctx.saved_tensors
             return torch_cp._templated_ring_attention_backward(
-                group, 2, _backward_op, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+                group, 2, _backward, dout, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
             )  # fmt: skip
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

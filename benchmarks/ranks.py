@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,14 +52,38 @@ def pin(core: int) -> None:
         os.sched_setaffinity(int(thread), {core})
 
 
-def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float, float]:
-    """What the function returns, its wall seconds from a barrier on, and the process's CPU seconds up to the next."""
+def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, tuple[float, float, float]]:
+    """What the function returns, and seconds: wall from a barrier on, the process's CPU up to the next, kernels' CPU."""
     dist.barrier()
+    _in_kernels.clear()
     cpu, wall = time.process_time(), time.perf_counter()
     result = function(*args)
     wall = time.perf_counter() - wall
     dist.barrier()  # what this rank still has to send is its work too
-    return result, wall, time.process_time() - cpu
+    return result, (wall, time.process_time() - cpu, sum(_in_kernels))
+
+
+_in_kernels: list[float] = []  # CPU seconds of each kernel call since `timed` began
+
+
+@contextlib.contextmanager
+def kernels_timed(*modules: types.ModuleType) -> Iterator[None]:
+    """While open, the CPU attention ops these modules hold as ``_forward`` and ``_backward`` are timed."""
+
+    def clocked(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = op(*args, **options)
+            _in_kernels.append(time.thread_time() - start)
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name in ("_forward", "_backward"):
+                stack.enter_context(mock.patch.object(module, name, clocked(getattr(module, name))))
+        yield
 
 
 def tensors(seq_len: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
