@@ -53,7 +53,7 @@ def pin(core: int) -> None:
 
 
 def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, tuple[float, float, float]]:
-    """What the function returns, and seconds: wall from a barrier on, the process's CPU up to the next, kernels' CPU."""
+    """What the function returns; seconds: wall from a barrier on, the process's CPU up to the next, kernels' CPU."""
     dist.barrier()
     _in_kernels.clear()
     cpu, wall = time.process_time(), time.perf_counter()
