@@ -129,7 +129,7 @@ def run(contest: Contest) -> dict[str, Any]:
     return {"errors": errors, "seconds": seconds}
 
 
-def _rounds(entries: list[Entry], rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def _rounds(entries: list[Entry], rounds: int) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
     seconds: dict[str, dict[str, list[tuple[float, float, float]]]] = {
         entry.name: {"forward": [], "backward": []} for entry in entries
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,12 +88,13 @@ def test_batches_hold_the_same_documents_in_an_order_of_the_replica():
 
     def documents(batch: dict) -> list[tuple[int, ...]]:
         ends = batch["documents"][0]
-        return [tuple(batch["input_ids"][0, a:b].tolist()) for a, b in zip(ends, ends[1:], strict=False)]
+        return [tuple(batch["input_ids"][0, a:b].tolist()) for a, b in itertools.pairwise(ends)]
 
     for replica, ranks in enumerate(((0, 1), (2, 3))):
         drawn, arranged, again = batches(False, ranks[0]), batches(True, ranks[0]), batches(True, ranks[1])
         for before, after, other in zip(drawn, arranged, again, strict=True):
-            assert torch.equal(after["input_ids"], other["input_ids"]) and after["documents"] == other["documents"]
+            assert torch.equal(after["input_ids"], other["input_ids"])
+            assert after["documents"] == other["documents"]
             assert sorted(documents(before)) == sorted(documents(after))
             lengths = [np.diff(batch["documents"][0]).tolist() for batch in (before, after)]
             assert excess(lengths[1], plan, replica) <= max(0.01, excess(lengths[0], plan, replica))

@@ -1,0 +1,47 @@
+"""What a plan costs: step time, traffic and memory, before anything runs. Formulas with units: ``docs/cost-model.md``.
+
+The step is the slowest path through compute, all-to-all and KV exchange, or the busiest wire, whichever is longer.
+Bytes and FLOPs follow what the runtime moves and computes for exactly these tokens and heads; only the rates are
+estimates. Arrays are indexed by rank.
+"""
+
+from hexiseq.cost.bound import bound, devices_bound, lower_bound, with_prediction
+from hexiseq.cost.matching import check_workload, match_places
+from hexiseq.cost.memory import (
+    MEMORY_FRACTION,
+    OutOfMemory,
+    attention_bytes,
+    check_memory,
+    longest_length,
+    memory_gb,
+    token_bytes,
+    token_capacity,
+)
+from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, ReplicaCost, passes, predict, replica_cost
+from hexiseq.cost.traffic import Wires, accumulator_bytes, parameter_traffic
+
+__all__ = [
+    "BACKWARD_ATTENTION",
+    "BACKWARD_LINEAR",
+    "MEMORY_FRACTION",
+    "OutOfMemory",
+    "ReplicaCost",
+    "Wires",
+    "accumulator_bytes",
+    "attention_bytes",
+    "bound",
+    "check_memory",
+    "check_workload",
+    "devices_bound",
+    "longest_length",
+    "lower_bound",
+    "match_places",
+    "memory_gb",
+    "parameter_traffic",
+    "passes",
+    "predict",
+    "replica_cost",
+    "token_bytes",
+    "token_capacity",
+    "with_prediction",
+]

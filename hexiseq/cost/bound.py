@@ -1,0 +1,107 @@
+"""A step time that no feasible plan beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cost.memory import token_capacity
+from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, passes, predict
+from hexiseq.cost.traffic import GB, parameter_traffic
+from hexiseq.plan import Bound, Plan
+from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
+
+
+def lower_bound(cluster: Cluster, workload: Workload) -> float:
+    """Seconds of a step no feasible plan beats, on all of the cluster or a part of it.
+
+    Compute is spread in fractions (`devices_bound`). A plan stays on one node, with that node's compute, or its
+    parameters pass the NICs of two nodes at least: then the more devices, the less compute and the more traffic.
+    """
+    devices = [place.device for place in cluster.places]
+    everything = devices_bound(devices, workload)
+    if math.isinf(everything):
+        return _spread(_rates(devices), workload)  # nothing fits; compute alone is still true
+    nodes: dict[int, list[Place]] = {}
+    for place in cluster.places:
+        nodes.setdefault(place.node, []).append(place)
+    if len(nodes) == 1:
+        return everything
+    kinds = {tuple(place.device for place in places) for places in nodes.values()}
+    within = min(devices_bound(kind, workload) for kind in kinds)
+    second = sorted((places[0].node_class.network_gb_per_s for places in nodes.values()), reverse=True)[1] * GB
+    best = np.array([sorted(rates, reverse=True) for rates in _each_rate(devices)]).cumsum(axis=1)
+    across = min(
+        max(_spread(best[:, ranks - 1].tolist(), workload), parameter_traffic(workload, ranks) / second)
+        for ranks in range(2, len(devices) + 1)
+    )
+    return max(everything, min(within, across))
+
+
+def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
+    """Seconds no feasible plan on these devices, or some of them, beats; infinite when memory cannot hold the tokens.
+
+    Every kind of work is spread over all devices at their own rate for it, in fractions, with no traffic, merge or
+    launch. Tokens respect memory when there is one sequence a micro-step. Valid because each kind ends with its
+    slowest rank, and ``max(work_r / rate_r) >= sum(work) / sum(rate)``; leaving devices out only lowers the rates. Over
+    several replicas it holds because throughput, a harmonic mean of rates, is superadditive.
+    """
+    spread = _spread(_rates(devices), workload)
+    if workload.sequences > 1:
+        return spread
+    per_token = _linear_flops_per_token(workload)
+    capacity = [token_capacity(device, workload, len(devices)) for device in devices]
+    seconds = [per_token / (device.gemm_tflops * 1e12) for device in devices]
+    freely = workload.seq_len / sum(1 / s for s in seconds)
+    return spread + workload.accumulation * max(0.0, _level(workload.seq_len, seconds, capacity) - freely)
+
+
+def _each_rate(devices: Sequence[Device]) -> list[list[float]]:
+    names = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+    return [[getattr(device, name) * 1e12 for device in devices] for name in names]
+
+
+def _rates(devices: Sequence[Device]) -> list[float]:
+    return [sum(rates) for rates in _each_rate(devices)]
+
+
+def _linear_flops_per_token(workload: Workload) -> float:
+    model = workload.model
+    linears = passes(workload.recompute)[1]
+    return model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
+
+
+def _spread(rates: Sequence[float], workload: Workload) -> float:
+    """Seconds of all compute of a step at summed rates in FLOP/s: matrices, attention forward, attention backward."""
+    gemm, forward, backward = rates
+    model, n = workload.model, workload.seq_len
+    flops = model.heads * attention_flops(model, all_pairs(model, n))
+    attention = flops * (passes(workload.recompute)[0] / forward + BACKWARD_ATTENTION / backward)
+    linear = _linear_flops_per_token(workload) * n / gemm
+    return float(workload.sequences * workload.accumulation * (attention + linear))
+
+
+def bound(cluster: Cluster, workload: Workload) -> Bound:
+    return Bound(lower_bound(cluster, workload))
+
+
+def _level(total: float, seconds: Sequence[float], capacity: Sequence[float]) -> float:
+    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; infinite if none."""
+    filled, rate = 0.0, sum(1 / s for s in seconds)
+    for time, i in sorted((capacity[i] * s, i) for i, s in enumerate(seconds)):
+        if filled + rate * time >= total:
+            return (total - filled) / rate
+        filled += capacity[i]
+        rate -= 1 / seconds[i]
+    return math.inf
+
+
+def with_prediction(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
+    """The plan with `predicted`, `bound` and `gap` filled in."""
+    predicted, limit = predict(plan, cluster, workload), bound(cluster, workload)
+    gap = predicted.step_seconds / limit.step_seconds - 1
+    return dataclasses.replace(plan, predicted=predicted, bound=limit, gap=gap)

@@ -1,0 +1,422 @@
+"""Peak memory of each rank: states, activations, and attention moment by moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cost.matching import match_places
+from hexiseq.cost.traffic import GB, accumulator_bytes, group_tokens, hops, replica_kinds
+from hexiseq.plan import Plan, Replica, fragments, fusion_width, group_intervals, kv_heads
+from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
+
+MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
+LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at one time
+
+
+class OutOfMemory(ValueError):
+    """A device cannot hold its share. The message says which, how much it lacks and what would fit.
+
+    Attributes:
+        problem: the message without what would fit.
+        rank: in the plan.
+        lacking_gb: GB above the limit.
+        fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
+        full_fits_seq_len: the same with ``recompute=full``; asked for only when nothing else fits.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        recompute: str,
+        fits_seq_len: int,
+        rank: int = -1,
+        lacking_gb: float = math.nan,
+        full_fits_seq_len: int = 0,
+    ) -> None:
+        remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
+        if recompute != "full" and fits_seq_len >= 2:
+            remedies.append("recompute=full needs less")
+        elif recompute != "full" and full_fits_seq_len >= 2:
+            remedies.append(
+                f"no sequence fits with recompute={recompute}, with recompute=full seq_len {full_fits_seq_len:,} would"
+            )
+        elif fits_seq_len < 2:
+            remedies.append("no sequence fits beside the parameters: use more devices or a smaller model")
+        super().__init__(f"{problem}; {'; '.join(remedies)}")
+        self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
+        self.full_fits_seq_len = full_fits_seq_len
+
+
+def token_bytes(workload: Workload) -> tuple[float, float]:
+    """Bytes a token leaves on its rank: kept per layer until backward, and while one layer is worked on."""
+    model, size = workload.model, workload.element_bytes
+    q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    # Input, two norms, residual; q, k, v and out; gate, up, activation and their product.
+    everything = (4 * model.hidden + 2 * q + kv + 4 * model.intermediate) * size
+    kept = {"none": everything, "selective": (model.hidden + q) * size, "full": model.hidden * size}
+    working = 0 if workload.recompute == "none" else everything
+    return float(kept[workload.recompute]), float(working)
+
+
+def state_bytes(workload: Workload) -> float:
+    """Bytes of parameters, gradients and optimizer states, over all ranks: fp32, in fp64 jobs fp64."""
+    return workload.model.parameters * STATE_BYTES_PER_PARAMETER * accumulator_bytes(workload) / 4
+
+
+def fixed_bytes(workload: Workload, ranks: int) -> float:
+    """Bytes every rank holds whatever its share: sharded states and gathered parameters and gradients."""
+    model, size = workload.model, workload.element_bytes
+    states = state_bytes(workload) / ranks
+    if ranks == 1:
+        return states + model.layer_parameters * size
+    gathered_layers = model.layers if workload.keep_parameters else min(2, model.layers)
+    gathered = (gathered_layers * model.layer_parameters + model.embedding_parameters) * size
+    # One layer's gradients and their copy in the dtype of the reduction; embedding and head to the end of backward.
+    gradients = model.layer_parameters * (size + accumulator_bytes(workload)) + model.embedding_parameters * size
+    if workload.accumulation > 1:
+        # Gradients are reduced once an optimizer step, so they wait unsharded.
+        gradients += model.parameters * accumulator_bytes(workload)
+    return states + gathered + gradients
+
+
+def memory_gb(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted peak memory of each rank, and its limit, in GB."""
+    fixed, share = _memory_parts(plan, workload, places)
+    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
+    return fixed + share, limit
+
+
+def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Peak bytes of one attention call on each rank, forward and backward, by rank.
+
+    Beyond what the model holds: q, k, v and out in token form, the log-sum-exp, and their gradients.
+    """
+    forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
+    for replica, ranks in replica_kinds(plan, _anywhere):
+        forward[ranks], backward[ranks] = _replica_attention_bytes(plan, replica, workload)
+    return forward, backward
+
+
+def _anywhere(replica: Replica) -> None:
+    """Memory does not ask which devices a replica is on."""
+
+
+def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one replica's ranks, in its order. Numbers of heads are counted before they become bytes."""
+    model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
+    all_q, all_kv = model.heads, 2 * model.kv_heads
+    shards = [shard for group in replica.groups for shard in group.shards]
+    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
+    tokens = np.array([shard.num_tokens for shard in shards], float)
+    rows = np.array([group.num_tokens for group in replica.groups], float)[home]
+    alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
+    h = np.array([shard.num_heads for shard in shards], float)
+    held_heads = (kv_heads(shard.heads, plan.gqa_ratio) for shard in shards)
+    kv = np.array([2.0 * (last - first) for first, last in held_heads])
+    # A kernel call is for one fragment; what the one before returned is still there.
+    cuts = [fragments(shard.heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for shard in shards]
+    most_h, most_kv = (np.array([max(cut[i][1] - cut[i][0] for cut in rank) for rank in cuts], float) for i in (0, 1))
+    last_h, last_kv = (np.array([rank[-1][i][1] - rank[-1][i][0] for rank in cuts], float) for i in (0, 1))
+    most_kv, last_kv = 2 * most_kv, 2 * last_kv
+
+    # A group of one in the accumulator's dtype adds to what its own call returns, which becomes the result.
+    rounds = wide > size
+    adopts = alone & (not rounds)
+    make = _ring_moments if plan.exchange == "ring" else _gather_moments
+    at = make(plan, replica, workload, kv, np.where(adopts, 0.0, rows))
+    parts = at.before * last_h + at.now * most_h
+    grads = parts + at.keys_before * last_kv + at.keys_now * most_kv
+
+    # Forward. Merging casts a part, and takes about eight rows of log-sum-exps.
+    merge = at.now * most_h * (size + rounds * wide + 8 * wide / model.head_dim)
+    merge[0] = 0.0  # the own call is copied
+    working = at.kv * size + np.maximum(parts * size, merge)
+    sent, sums, result = tokens * (all_q + all_kv) * size, rows * h * wide, tokens * all_q * size
+    heads = np.where(alone, 0.0, rows * (h + kv) * size)
+    # At the end what the last call held is still there, and the result beside what it is made from.
+    message = rows * h * size * rounds
+    home_bytes = np.where(alone, np.where(adopts, 0.0, result), message + 2 * result)
+    forward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
+
+    # Backward.
+    working = at.kv * size + at.dkv * wide + grads * size
+    sent, sums, result = tokens * (3 * all_q + all_kv) * size, rows * (h + kv) * wide, tokens * (all_q + all_kv) * size
+    heads = np.where(alone, 0.0, rows * (3 * h + kv) * size)
+    # Partial sums of a KV head that several members hold are not rounded before they are added.
+    held = np.bincount(home, kv)[home]
+    travels = np.where(held > all_kv, wide, size)
+    message = np.where(travels < wide, rows * (h + kv) * size, 0.0)
+    local = tokens * (all_q + all_kv) * wide
+    home_bytes = np.where(
+        alone,
+        np.where(adopts, 0.0, local + result),
+        message + tokens * (all_q + held) * travels + np.where(travels > size, local, 0.0) + result,
+    )
+    backward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
+    unit = model.head_dim * replica.sequences
+    return unit * forward, unit * backward
+
+
+def _peak(
+    sent: np.ndarray, heads: np.ndarray, sums: np.ndarray, working: np.ndarray, home: np.ndarray, result: np.ndarray
+) -> np.ndarray:
+    """The most of an all-to-all to heads, the calls, and the way back to tokens, without the result.
+
+    Args:
+        sent, heads: the message and what it becomes.
+        sums: of all calls.
+        working: what calls hold beside these, ``[moments, ranks]``; the last moment is after the last call.
+        home: all that is made of the sums, the result included.
+    """
+    return np.maximum(sent + heads, heads + sums + np.maximum(working.max(0), working[-1] + home)) - result
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What a rank holds besides its own tokens, when that may be most: ``[moments, ranks]``.
+
+    The first moment is the own call, the last one after all calls and after dKV has come home.
+
+    Attributes:
+        kv, dkv: rows times twice the KV heads of all buffers.
+        before, keys_before: rows of queries and keys whose results the last finished call returned.
+        now, keys_now: those of the call at work, 0 between calls.
+    """
+
+    kv: np.ndarray
+    dkv: np.ndarray
+    before: np.ndarray
+    keys_before: np.ndarray
+    now: np.ndarray
+    keys_now: np.ndarray
+
+    @staticmethod
+    def of(*moments: tuple[np.ndarray | float, ...]) -> _Moments:
+        """From the attributes at each moment, or at several moments, in their order."""
+        width = max(np.shape(value)[-1] for moment in moments for value in moment if np.ndim(value))
+
+        def stacked(values: tuple[np.ndarray | float, ...]) -> np.ndarray:
+            moments = max(1 if np.ndim(value) < 2 else np.shape(value)[0] for value in values)
+            return np.stack([np.broadcast_to(value, (moments, width)) for value in values])
+
+        return _Moments(*np.concatenate([stacked(moment) for moment in moments], axis=1))
+
+
+def _group_rows(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens of each group, and those of its back interval."""
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups]), float)
+    lengths = runs[:, :, 1] - runs[:, :, 0]
+    return lengths.sum(1), lengths[:, 1]
+
+
+def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+    """On the ring: at the own call, and before, in and after the calls at which most slots are held.
+
+    Without documents and windows, which shorten messages.
+
+    Args:
+        kv: twice the KV heads of each rank.
+        adopted: rows of the own call's result that count, 0 where it is the sum of all.
+    """
+    home, heads = hops(plan, replica)
+    heads *= 2
+    slots = np.array([group.slots for group in replica.groups])
+    total, groups = int(slots.sum()), len(slots)
+    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    if groups == 1:
+        return _Moments.of((0, 0, 0, 0, adopted, adopted), (0, 0, adopted, adopted, 0, 0))
+    n, off = slots[home], (np.cumsum(slots) - slots)[home]
+    after, before = (home + 1) % groups, (home - 1) % groups
+    width = np.array([fusion_width(plan.fusion, int(count)) for count in slots])[home]
+    outer = total - off  # the first tick of outer slots, of which only front halves are needed
+    half = plan.slot / 2
+
+    # Heads from the group after, and to the one before; those that make part of a buffer need one of their own.
+    to_before = home[None, :] == before[:, None]
+    sent, returned = heads * to_before, heads.T * to_before
+    pieces = np.where((sent > 0).sum(0) > 1, kv, 0.0)
+    copied, copied_back = (np.where(m < kv[:, None], m, 0.0).sum(1) for m in (sent, returned))
+    from_after, from_first = returned.sum(0), (heads.T * (home == 0)[:, None]).sum(0)
+
+    def held(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Rows of the slots of foreign ticks ``[start, end)``."""
+        start, end = np.minimum(np.maximum(start, n), total), np.minimum(np.maximum(end, n), total)
+        inner = np.maximum(np.minimum(end, outer) - start, 0)
+        return plan.slot * inner + half * np.maximum(end - np.maximum(start, outer), 0)
+
+    def first(tick: np.ndarray) -> np.ndarray:
+        """The first tick of a tick's block; a block is the slots of one call."""
+        tick = np.minimum(np.maximum(tick, n), total - 1)
+        side = np.where(tick < outer, n, outer)
+        return side + (tick - side) // width * width
+
+    def last(tick: np.ndarray) -> np.ndarray:
+        """The tick after its block."""
+        tick = first(tick)
+        return np.minimum(tick + width, np.where(tick < outer, outer, total))
+
+    def incoming(done: np.ndarray, posted: np.ndarray) -> np.ndarray:
+        """dKV on its way in: posted up to that batch, and taken up to that tick. Own slots' stays to the end."""
+        passing = held(np.maximum(done, n + slots[after]), posted + n)
+        fronts, backs = (half * np.clip(posted - start, 0, n) for start in (total - n, off))
+        return (passing + fronts) * from_after + np.where(home > 0, backs, 0.0) * from_first
+
+    # Windows are widest at the first blocks of either side, or once all that is posted ahead is sent; what comes home
+    # adds up until the end.
+    t = np.stack([n, n + width, n + 2 * width, n + slots[after], outer, outer + width, outer + 2 * width, off + n])
+    t = first(np.vstack([t, np.full_like(n, total - 1)]))
+    end, ahead = last(t), last(last(t) + n - 1)
+    previous = np.where(t > n, first(t - 1), t)
+    earlier = np.where(previous > n, first(previous - 1), previous)
+    relayed = np.minimum(end, total - slots[before])
+    own_slot = np.where(home > 0, plan.slot, half) * sent.sum(1)
+    arriving = held(end, end + n) * pieces
+    # Sends are let go of two ticks later, when the next block's are posted: until then the block before counts, too.
+    kv_between = held(earlier, ahead) * kv + arriving + held(previous - 1, relayed) * copied
+    kv_between += np.where(t == n, n * own_slot, np.where(previous == n, own_slot, 0.0))
+    kv_call = held(previous, ahead) * kv + arriving + held(t - 1, relayed) * copied + np.where(t == n, own_slot, 0.0)
+    passed = held(earlier, t) * kv + held(previous - 1, t) * copied_back
+    dkv_call = passed + held(t, end) * kv + incoming(t, t)
+    dkv_after = passed + held(t, end) * kv + held(t, relayed) * copied_back + incoming(t, end)
+    now, keys = np.where(t < outer, back, rows), held(t, end)
+    prior = np.where(t == n, adopted, np.where(previous < outer, back, rows))
+    prior_keys = np.where(t == n, adopted, held(previous, t))
+
+    own = n * own_slot + held(n, last(2 * n - 1)) * kv + held(n, 2 * n) * pieces
+    everything = np.full_like(n, total)
+    final = first(everything)
+    left = held(final, everything) * kv
+    left_rows = np.where(final < outer, back, rows), held(final, everything)
+    come_home = held(first(final - 1), everything) * kv + incoming(everything, everything)
+    return _Moments.of(
+        (own, incoming(n, n), 0, 0, adopted, adopted),
+        (kv_between, passed + incoming(t, t), prior, prior_keys, 0, 0),
+        (kv_call, dkv_call, prior, prior_keys, now, keys),
+        (kv_call, dkv_after, now, keys, 0, 0),
+        (left, come_home, *left_rows, 0, 0),
+        (left, left, *left_rows, 0, 0),
+    )
+
+
+def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+    """The same with the all-gather: at the own call, before and in that for the inner and that for the outer groups."""
+    model = workload.model
+    window = None if model.full_layers else model.window  # the layer that needs most
+    home, heads = hops(plan, replica)
+    fetched, delivered = group_tokens(plan, replica, window)
+    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    index = np.arange(len(fetched))
+    place = np.argsort(np.argsort([min(shard.rank for shard in group.shards) for group in replica.groups]))
+    places = place[:, None] - (place[:, None] > place)  # of a source among those of a receiver, as they arrive
+    by_rank = 2 * heads * fetched[np.ix_(home, home)]
+
+    def side(sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the sources ``[source, receiver]`` of one call, and the rows times heads that it copies together.
+
+        It need not where they lie together as they arrived: whole heads, and no other source between them.
+        """
+        tokens = (fetched * sources).sum(0)[home]
+        pieces = ((by_rank > 0) & (heads < kv / 2) & sources[np.ix_(home, home)]).any(0)
+        spread = np.where(sources, places, -1).max(0) - np.where(sources, places, len(index)).min(0) + 1
+        return tokens, np.where(pieces | (spread > sources.sum(0))[home], tokens * kv, 0.0)
+
+    inner, inner_copy = side(index[:, None] > index)
+    outer, outer_copy = side(index[:, None] < index)
+    incoming = by_rank.sum(0)
+    both = by_rank.sum(1) + incoming  # the message, too, is held until the calls are done
+    returned = (2 * heads.T * delivered[np.ix_(home, home)]).sum(0)
+    inner_dkv, all_dkv = inner * kv, (inner + outer) * kv
+    # Results of the call before the outer one, and of the last.
+    prior = np.where(inner > 0, back, adopted), np.where(inner > 0, inner, adopted)
+    left_rows = np.where(outer > 0, rows, prior[0]), np.where(outer > 0, outer, prior[1])
+    last_copy = np.where(outer > 0, outer_copy, inner_copy)
+    left = np.where(last_copy > 0, last_copy, incoming)
+    return _Moments.of(
+        (both, 0, 0, 0, adopted, adopted),
+        (both + inner_copy, inner_dkv, adopted, adopted, np.where(inner > 0, back, 0.0), inner),
+        (both + inner_copy + outer_copy, inner_dkv, *prior, 0, 0),
+        (both + outer_copy, all_dkv, *prior, np.where(outer > 0, rows, 0.0), outer),
+        (left, 2 * all_dkv + returned, *left_rows, 0, 0),
+        (left, all_dkv, *left_rows, 0, 0),
+    )
+
+
+def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
+    model, size = workload.model, workload.element_bytes
+    kept, working = token_bytes(workload)
+    fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
+    share = np.zeros(len(places))
+    for replica, ranks in replica_kinds(plan, _anywhere):
+        batch = replica.sequences
+        attention = np.maximum(*_replica_attention_bytes(plan, replica, workload))
+        shards = [(shard, group.num_tokens) for group in replica.groups for shard in group.shards]
+        tokens = np.array([shard.num_tokens for shard, _ in shards], float)
+        rows = np.array([group_tokens * shard.num_heads for shard, group_tokens in shards], float)
+        lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
+        mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
+        layer = batch * tokens * working + np.maximum(attention, mlp)
+        logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
+        loss = batch * (logits + tokens * model.hidden * size)
+        share[ranks] = (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
+    return fixed, share
+
+
+def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
+    """Raise `OutOfMemory` for the rank that lacks most, saying what would fit; return when every rank fits."""
+    places = match_places(plan, cluster) if places is None else places
+    fixed, share = _memory_parts(plan, workload, places)
+    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
+    lacking = fixed + share - limit
+    rank = int(lacking.argmax())
+    if lacking[rank] <= 0:
+        return
+    full_fits = 0
+    if (fits := _fitting_length(plan, workload, places)) < 2 and workload.recompute != "full":
+        full = dataclasses.replace(workload, recompute="full")
+        full_fits = _fitting_length(plan, full, places)
+    place = places[rank]
+    problem = (
+        f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.1f} GB of "
+        f"{limit[rank]:.1f} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.1f} GB too much, for "
+        f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
+    )
+    raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]), full_fits)
+
+
+def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> int:
+    """A length at which the plan's split fits for certain, 0 when there is none; near the largest."""
+    fixed, share = _memory_parts(plan, workload, places)
+    free = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places]) - fixed
+    share = np.maximum(share / plan.seq_len, 1e-15)
+    # All but the loss chunk scales with the length; setting a whole one aside, or a row a token, never promises too
+    # much.
+    row = max(replica.sequences for replica in plan.replicas) * workload.model.vocab * 8 / GB
+    chunk = min(LOSS_CHUNK_TOKENS, plan.seq_len) * row
+    return max(0, math.floor(np.min((free - chunk) / share)), math.floor(np.min(free / (share + row))))
+
+
+def longest_length(workload: Workload, places: Sequence[Place]) -> int:
+    """A length no plan over all these devices exceeds; 0 when one of them cannot hold the parameters."""
+    model, size = workload.model, workload.element_bytes
+    kept, working = token_bytes(workload)
+    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    fixed = fixed_bytes(workload, len(places))
+    free = [(MEMORY_FRACTION * p.device.memory_gb - p.device.overhead_gb) * GB - fixed for p in places]
+    return 0 if min(free) < 0 else int(sum(free) / per_token)
+
+
+def token_capacity(device: Device, workload: Workload, ranks: int) -> float:
+    """Tokens of one sequence a device can hold at the very most, without any heads."""
+    kept, working = token_bytes(workload)
+    model, size = workload.model, workload.element_bytes
+    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    fixed = min(fixed_bytes(workload, ranks), fixed_bytes(workload, 1))
+    free = (MEMORY_FRACTION * device.memory_gb - device.overhead_gb) * GB - fixed
+    return max(0.0, free / per_token)

@@ -1,0 +1,271 @@
+"""The time of a step: kernels, exchanges and the wires they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq.cluster import Cluster, Place
+from hexiseq.cost.matching import check_workload, match_places
+from hexiseq.cost.memory import memory_gb, state_bytes
+from hexiseq.cost.traffic import GB, Wires, exchange_bytes, kv_bytes, parameter_traffic, replica_kinds
+from hexiseq.plan import Interval, Plan, Prediction, Replica, fragments, fusion_width, group_intervals, kv_heads
+from hexiseq.workload import Workload, attended_pairs, attention_flops, head_flops, linear_flops
+
+BACKWARD_ATTENTION = 2.5  # backward FLOPs of attention over forward: five matrix products against two
+BACKWARD_LINEAR = 2  # gradients to the input and to the weight
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """One replica, one layer, one micro-step. Seconds and bytes; arrays follow ``ranks``.
+
+    Byte matrices are ``[sender, receiver]``. ``forward``: attention's forward pass; ``backward``: its own backward pass
+    only, without what recomputation repeats.
+
+    Attributes:
+        linear: seconds of the matrix products, forward.
+        attention_forward, attention_backward: seconds in the attention kernels.
+        merge_forward, merge_backward: seconds of merging partial results and launching kernels.
+        own_forward, own_backward: the part of the two above that is the group's own causal call.
+        heads_in, heads_out: all-to-all of forward: q, k, v to heads; out back to tokens.
+        grads_in, grads_out: all-to-all of backward: q, k, v, out, dout to heads; dq, dk, dv back to tokens.
+        kv, dkv: KV across groups in one pass (forward and backward alike), by the plan's exchange; dKV in backward.
+        loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
+    """
+
+    ranks: np.ndarray
+    linear: np.ndarray
+    attention_forward: np.ndarray
+    attention_backward: np.ndarray
+    merge_forward: np.ndarray
+    merge_backward: np.ndarray
+    own_forward: np.ndarray
+    own_backward: np.ndarray
+    heads_in: np.ndarray
+    heads_out: np.ndarray
+    grads_in: np.ndarray
+    grads_out: np.ndarray
+    kv: np.ndarray
+    dkv: np.ndarray
+    loss: np.ndarray
+
+
+def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> Prediction:
+    """Step time, its parts and peak memory of a plan.
+
+    Replicas that are laid out alike on devices and nodes alike cost the same, so each kind is counted once.
+
+    Args:
+        places: the device of each rank; by default matched by device type and node (`match_places`).
+
+    Raises:
+        ValueError: the plan is for another workload, or names a device the cluster lacks.
+    """
+    check_workload(plan, workload)
+    places = match_places(plan, cluster) if places is None else places
+    wires = Wires(cluster, places)
+    load = wires.load()
+    repeats = workload.accumulation
+
+    path = compute = all_to_all = across = 0.0
+    for replica, ranks in replica_kinds(plan, wires.signature):
+        near = wires.subset(ranks[0])
+        moved = np.zeros((ranks.shape[1],) * 2)
+        seconds = kernel_seconds = exchange_seconds = moving_seconds = 0.0
+        for model in workload.model.kinds:
+            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=model), places)
+            layer = layer_seconds(plan.exchange, cost, near, workload.recompute)
+            seconds += model.layers * layer.path
+            kernel_seconds += model.layers * layer.kernels
+            exchange_seconds += model.layers * layer.all_to_all
+            moving_seconds += model.layers * layer.across
+            moved += (repeats * model.layers) * layer_bytes(cost, workload.recompute)
+        wires.add(load, ranks, moved)
+        loss = float(cost.loss.max())
+        if repeats * (seconds + loss) > path:
+            path = repeats * (seconds + loss)
+            compute = repeats * (kernel_seconds + loss)
+            all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
+
+    parameter_bytes = parameter_traffic(workload, len(places))
+    optimizer = optimizer_seconds(workload, places)
+    step = max(path + optimizer, wires.busiest(load, parameter_bytes))
+    memory, limit = memory_gb(plan, workload, places)
+    return Prediction(
+        step_seconds=float(step),
+        tokens_per_second=workload.tokens_per_step / float(step),
+        compute_seconds=float(compute + optimizer),
+        all_to_all_seconds=float(all_to_all),
+        ring_seconds=float(across),
+        parameter_seconds=float(wires.busiest(wires.load(), parameter_bytes)),
+        memory_gb=tuple(memory.tolist()),
+        memory_limit_gb=tuple(limit.tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One layer of a micro-step, forward and backward with what recomputation repeats, in seconds.
+
+    Attributes:
+        path: from one end to the other.
+        kernels: matrix products and attention, of the slowest rank each, without waiting.
+        all_to_all, across: exchanges inside groups and across groups, overlapped or not.
+    """
+
+    path: float
+    kernels: float
+    all_to_all: float
+    across: float
+
+
+def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> LayerSeconds:
+    """What one layer takes on the replica's own `wires`."""
+    forwards, linears = passes(recompute)
+    counts = {"forward": forwards, "backward": 1}
+    linear = linears * float(cost.linear.max())
+    kernels = {
+        "forward": float((cost.attention_forward + cost.merge_forward).max()),
+        "backward": float((cost.attention_backward + cost.merge_backward).max()),
+    }
+    all_to_all = {
+        "forward": wires.seconds(cost.heads_in) + wires.seconds(cost.heads_out),
+        "backward": wires.seconds(cost.grads_in) + wires.seconds(cost.grads_out),
+    }
+    overlapped, moving = _across_groups(exchange, cost, wires)
+
+    def total(seconds: dict[str, float]) -> float:
+        return sum(counts[p] * seconds[p] for p in counts)
+
+    exchanged = total(all_to_all)
+    return LayerSeconds(
+        linear + exchanged + total(overlapped), linear + total(kernels), exchanged, total(moving)
+    )  # fmt: skip
+
+
+def layer_bytes(cost: ReplicaCost, recompute: str) -> np.ndarray:
+    """Bytes from rank to rank in one layer of a micro-step, all passes together."""
+    forward = cost.heads_in + cost.heads_out + cost.kv
+    return passes(recompute)[0] * forward + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+
+
+def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict[str, float], dict[str, float]]:
+    """Per pass: seconds of the attention kernels together with the exchange across groups; of the exchange alone."""
+    forward, backward = cost.attention_forward + cost.merge_forward, cost.attention_backward + cost.merge_backward
+    kv = wires.seconds(cost.kv)
+    if exchange == "ring":
+        moving = {"forward": kv, "backward": wires.seconds(cost.kv + cost.dkv)}
+        kernels = {"forward": forward, "backward": backward}
+        return {p: max(float(kernels[p].max()), moving[p]) for p in moving}, moving
+    # The own call alone is there to hide the gather; nothing hides the return of dKV.
+    back = wires.seconds(cost.dkv)
+    overlapped = {
+        "forward": float((np.maximum(cost.own_forward, kv) + forward - cost.own_forward).max()),
+        "backward": float((np.maximum(cost.own_backward, kv) + backward - cost.own_backward).max()) + back,
+    }
+    return overlapped, {"forward": kv, "backward": kv + back}
+
+
+def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
+    """What one layer of one replica computes and moves; the model's layers must be of one kind."""
+    assert len(workload.model.kinds) == 1, "a layer of which kind?"
+    model, batch, size = workload.model, replica.sequences, workload.element_bytes
+    shards = [shard for group in replica.groups for shard in group.shards]
+    ranks = np.array([shard.rank for shard in shards])
+    devices = [places[rank].device for rank in ranks]
+    gemm, forward_rate, backward_rate = (
+        np.array([getattr(device, name) for device in devices]) * 1e12
+        for name in ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+    )
+    hbm = np.array([device.hbm_gb_per_s for device in devices]) * GB
+    launch = np.array([device.launch_us for device in devices]) * 1e-6
+    # A rank without tokens still feeds the model one dummy token.
+    fed = np.array([max(shard.num_tokens, 1) for shard in shards], float)
+    heads = np.array([shard.num_heads for shard in shards], float)
+    kv = np.array([np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards], float)
+    cuts = np.array([len(fragments(shard.heads, plan.gqa_ratio)) for shard in shards], float)
+
+    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica, model.window)
+    dim = model.head_dim
+    flops = batch * heads * attention_flops(model, 1.0) * pairs
+    own_flops = batch * heads * attention_flops(model, 1.0) * own_pairs
+    # The running sum is read and written in fp32, the partial result read; log-sum-exps likewise.
+    accumulate = 8 + size
+    merged = batch * heads * rows * (dim * accumulate + 12)
+    own_merged = batch * heads * own * (dim * accumulate + 12)
+    merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
+    own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
+
+    matrices = exchange_bytes(plan, replica, heads, kv, workload)
+    kv_moved, dkv_moved = kv_bytes(plan, replica, workload)
+    return ReplicaCost(
+        ranks=ranks,
+        linear=batch * fed * linear_flops(model) / gemm,
+        attention_forward=flops / forward_rate,
+        attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
+        merge_forward=merged / hbm + cuts * calls * launch,
+        merge_backward=merged_back / hbm + cuts * calls * launch,
+        own_forward=own_flops / forward_rate + own_merged / hbm + cuts * launch,
+        own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
+        loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
+        kv=kv_moved,
+        dkv=dkv_moved,
+        **matrices,
+    )
+
+
+def passes(recompute: str) -> tuple[int, int]:
+    """How often a layer's attention runs forward, and its linear part counts, in a micro-step.
+
+    Selective recompute keeps attention's result, so only the linear part runs again; full repeats the ring too.
+    """
+    return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
+
+
+def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, ...]:
+    """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
+
+    Inner groups' tokens meet the back queries, outer groups' all queries. On the ring, consecutive slots of one side
+    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the pairs alone:
+    it leaves out rows and calls, too, but cuts some into several.
+    """
+    slots = [group.slots for group in replica.groups]
+    runs = group_intervals(plan.seq_len, plan.slot, slots)
+    front = [b - a for (a, b), _ in runs]
+    back = [d - c for _, (c, d) in runs]
+    columns: list[tuple[float, ...]] = []
+    for g, group in enumerate(replica.groups):
+        own = front[g] + back[g]
+        width = fusion_width(plan.fusion, group.slots) if plan.exchange == "ring" else replica.slots
+        inner_calls = -(-sum(slots[g + 1 :]) // width) if back[g] else 0
+        outer_calls = -(-sum(slots[:g]) // width)
+        rows = own * (1 + outer_calls) + back[g] * inner_calls
+        foreign = (sum(front[g + 1 :]) + sum(back[g + 1 :]) if back[g] else 0) + sum(front[:g])
+        pairs = sum(attended_pairs(b, window) - attended_pairs(a, window) for a, b in runs[g])
+        calls = 1 + outer_calls + inner_calls
+        columns += [(rows, calls, foreign, own, pairs, _own_pairs(runs[g], window))] * len(group.shards)
+    return tuple(np.array(column, float) for column in zip(*columns, strict=True))
+
+
+def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
+    """(query, key) pairs within a group's own tokens."""
+    (a, b), (c, d) = run
+    if window is None:
+        return attended_pairs(b - a + d - c, None)
+
+    def reach(end: int) -> int:
+        """Pairs of the back queries with all tokens before `end`, of the sequence and of one that began earlier."""
+        most = end + window - 1  # the first query that does not reach them
+        return attended_pairs(max(0, most - c), None) - attended_pairs(max(0, most - d), None)
+
+    return attended_pairs(b - a, window) + attended_pairs(d - c, window) + reach(b) - reach(a)
+
+
+def optimizer_seconds(workload: Workload, places: Sequence[Place]) -> float:
+    """The optimizer reads and writes its states once; it is bound by memory."""
+    states = state_bytes(workload) / len(places)
+    return max(2 * states / (place.device.hbm_gb_per_s * GB) for place in places)

@@ -1,0 +1,272 @@
+"""Bytes that ranks exchange in a layer and a step, and the wires they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hexiseq.cluster import Cluster, Place
+from hexiseq.plan import Plan, Replica, claims, group_intervals, kv_heads
+from hexiseq.workload import Workload
+
+GB = 1e9
+
+
+def accumulator_bytes(workload: Workload) -> int:
+    """Bytes of an element of a running sum: fp32, or fp64 in fp64 jobs."""
+    return max(4, workload.element_bytes)
+
+
+def exchange_bytes(
+    plan: Plan, replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload
+) -> dict[str, np.ndarray]:
+    """The four all-to-alls of a layer, ``[sender, receiver]`` bytes, a rank's own part left out."""
+    width = len(heads)
+    found = {name: np.zeros((width, width)) for name in ("heads_in", "heads_out", "grads_in", "grads_out")}
+    unit = workload.model.head_dim * replica.sequences
+    start = 0
+    for group in replica.groups:
+        part = slice(start, start + len(group.shards))
+        start = part.stop
+        tokens = np.array([shard.num_tokens for shard in group.shards], float) * unit * workload.element_bytes
+        h, k = heads[part], kv[part]
+        # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
+        shared = k.sum() > plan.num_kv_heads
+        grads = tokens * (accumulator_bytes(workload) / workload.element_bytes if shared else 1)
+        found["heads_in"][part, part] = np.outer(tokens, h + 2 * k)
+        found["heads_out"][part, part] = np.outer(h, tokens)
+        found["grads_in"][part, part] = np.outer(tokens, 3 * h + 2 * k)
+        found["grads_out"][part, part] = np.outer(h + 2 * k, grads)
+    for matrix in found.values():
+        np.fill_diagonal(matrix, 0.0)
+    return found
+
+
+def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks."""
+    kv_tokens, dkv_tokens = _kv_tokens(plan, replica, workload.model.window)
+    unit = 2 * workload.model.head_dim * replica.sequences
+    return unit * workload.element_bytes * kv_tokens, unit * accumulator_bytes(workload) * dkv_tokens
+
+
+def _kv_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens times KV heads from rank to rank in one pass: KV, and dKV.
+
+    A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
+    that holds its head.
+    """
+    home, heads = hops(plan, replica)
+    fetched, delivered = group_tokens(plan, replica, window)
+    return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
+
+
+def hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """The group of each rank; and KV heads from rank to rank where the sender's group sends KV to the receiver's.
+
+    Transposed, those of dKV where it goes the other way.
+    """
+    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
+    held = np.zeros((len(home), plan.num_kv_heads))
+    speaks = np.zeros_like(held)
+    member = 0
+    for group in replica.groups:
+        ranges = [kv_heads(shard.heads, plan.gqa_ratio) for shard in group.shards]
+        for (first, last), (start, end) in zip(ranges, claims(ranges), strict=True):
+            held[member, first:last] = speaks[member, start:end] = 1
+            member += 1
+    return home, speaks @ held.T
+
+
+def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens from group to group in one pass, ``[sender, receiver]``: of KV, and of dKV.
+
+    Gathered, what a group attends to comes straight from its owner, and dKV goes straight back.
+    """
+    slots = [group.slots for group in replica.groups]
+    groups = len(slots)
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, slots), float)
+    reach = (plan.seq_len if window is None else window) - 1  # tokens before itself that a query attends to
+    back = runs[:, 1, 1] > runs[:, 1, 0]
+    # Each group's first attended position in groups outer to it, and in groups inner to it, by its back queries alone.
+    outer_from = np.maximum(runs[:, 0, 0] - reach, 0)
+    inner_from = np.where(back, np.maximum(runs[:, 1, 0] - reach, 0), plan.seq_len)
+    if plan.exchange == "ring":
+        return _ring_tokens(plan, slots, outer_from, inner_from)
+    outer = np.arange(groups)[:, None] < np.arange(groups)  # the source is outer to the receiver
+    fronts = np.where(outer, _from(runs[:, 0], outer_from), _from(runs[:, 0], inner_from))
+    needed = fronts + np.where(outer, 0, _from(runs[:, 1], inner_from))
+    np.fill_diagonal(needed, 0.0)
+    return needed, needed.T
+
+
+def _from(intervals: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Tokens of each interval ``[start, end)`` at positions from `first` on: ``[intervals, firsts]``."""
+    return np.maximum(0.0, intervals[:, 1:] - np.maximum(intervals[:, :1], first))
+
+
+def _ring_tokens(
+    plan: Plan, slots: Sequence[int], outer_from: np.ndarray, inner_from: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same on the ring: a slot goes from group to group, by the tokens that somebody further along attends to.
+
+    It goes from the group before its owner down to group 0, then, past the wrap and by its front half alone, from the
+    last group up to the one behind its owner. Its dKV goes the same way, by the tokens that somebody so far attended
+    to; that of the back half leaves the ring at group 0 and goes straight home.
+    """
+    groups = len(slots)
+    fetched, delivered = np.zeros((groups, groups)), np.zeros((groups, groups))
+    if groups == 1:
+        return fetched, delivered
+    runs = np.array(group_intervals(plan.seq_len, plan.slot, [1] * sum(slots)), float)
+    home, group = np.repeat(np.arange(groups), slots), np.arange(groups)
+    before = home[:, None] > group  # not past the wrap
+    away = home[:, None] != group
+    back_tokens = (runs[:, 1, 1] - runs[:, 1, 0])[:, None]
+
+    # Groups further along have later fronts and earlier backs, so that one of them reaches furthest.
+    behind = np.append(outer_from[1:], plan.seq_len)[home]
+    past = np.maximum(0.0, runs[:, 0, 1] - np.maximum(runs[:, 0, 0], behind))[:, None]
+    ahead = np.minimum.accumulate(inner_from)
+    inner = _from(runs[:, 0], ahead) + _from(runs[:, 1], ahead)
+    # One piece travels, from the first token to the last that is needed.
+    both = np.where(past > 0, np.where(inner > 0, np.maximum(inner, past + back_tokens), past), inner)
+    held = np.where(before, both, past) * away
+
+    last = np.append(plan.seq_len, inner_from[:-1])[home]  # of the group before home, which reaches furthest so far
+    so_far = np.where(before, last[:, None], np.minimum(outer_from, last[:, None]))
+    fronts = np.maximum(0.0, runs[:, 0, 1:] - np.maximum(runs[:, 0, :1], so_far)) * away
+    backs = np.maximum(0.0, runs[:, 1, 1:] - np.maximum(runs[:, 1, :1], so_far)) * (away & before)
+
+    before_it = (group - 1) % groups
+    fetched[(group + 1) % groups, group] = held.sum(0)
+    delivered[group, before_it] = fronts.sum(0)
+    delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
+    np.add.at(delivered[0], home, backs[:, 0])
+    return fetched, delivered
+
+
+def parameter_traffic(workload: Workload, ranks: int) -> float:
+    """Bytes that pass each wire of the circle of ranks in an optimizer step: parameters gathered, gradients reduced.
+
+    Layers are gathered once or twice a micro-step, embedding and head (which stay) once; gradients are reduced in fp32
+    once an optimizer step.
+    """
+    model = workload.model
+    gathers = 1 if workload.keep_parameters else 2
+    gathered = gathers * model.layers * model.layer_parameters + model.embedding_parameters
+    size = workload.accumulation * gathered * workload.element_bytes + model.parameters * accumulator_bytes(workload)
+    return size * (ranks - 1) / ranks
+
+
+def replica_kinds(plan: Plan, signature: Callable[[Replica], Hashable]) -> list[tuple[Replica, np.ndarray]]:
+    """Replicas that differ in layout or in `signature`: one of each kind, and all its ranks ``[count, width]``."""
+    if len(plan.replicas) == 1:
+        return [(plan.replicas[0], np.array([plan.replicas[0].ranks]))]
+    found: dict[Hashable, list[Replica]] = {}
+    for replica in plan.replicas:
+        layout = tuple(
+            (group.slots, tuple((shard.num_tokens, shard.heads) for shard in group.shards)) for group in replica.groups
+        )
+        found.setdefault((replica.sequences, layout, signature(replica)), []).append(replica)
+    return [(alike[0], np.array([replica.ranks for replica in alike])) for alike in found.values()]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes on each wire: out of and into ranks' ports and nodes' NICs; from node to node if links are special."""
+
+    port_out: np.ndarray
+    port_in: np.ndarray
+    nic_out: np.ndarray
+    nic_in: np.ndarray
+    link: np.ndarray | None
+
+
+class Wires:
+    """The wires between ranks: each rank's port inside its node, each node's NICs, special links between nodes."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
+        self.cluster, self.places = cluster, tuple(places)
+        first: dict[int, Place] = {}
+        for place in self.places:
+            first.setdefault(place.node, place)
+        nodes = sorted(first)
+        node_at = {node: i for i, node in enumerate(nodes)}
+        self.node = np.array([node_at[place.node] for place in self.places])
+        self.port = np.array([place.node_class.intra_gb_per_s for place in self.places]) * GB
+        self.nic = np.array([first[node].node_class.network_gb_per_s for node in nodes]) * GB
+        self.link = None  # no pair of nodes is slower than its NICs
+        if cluster.links:
+            ends = [first[node] for node in nodes]
+            self.link = np.array([[cluster.bandwidth_gb_per_s(a, b) for b in ends] for a in ends]) * GB
+
+    def subset(self, ranks: np.ndarray) -> Wires:
+        """The wires as the given ranks see them, in that order."""
+        if len(ranks) == len(self.places) and (ranks == np.arange(len(ranks))).all():
+            return self
+        return Wires(self.cluster, [self.places[rank] for rank in ranks.tolist()])
+
+    def signature(self, replica: Replica) -> Hashable:
+        """Equal for replicas on devices alike that share nodes alike."""
+        seen: dict[int, int] = {}
+        found: list[Hashable] = []
+        for rank in replica.ranks:
+            place = self.places[rank]
+            # By identity: comparing devices field by field costs more than a plan of thousands of ranks may take.
+            found.append((id(place.seat.device), id(place.node_class), seen.setdefault(place.node, len(seen))))
+        if self.link is not None:
+            nodes = self.node[list(replica.ranks)]
+            found.append(self.link[np.ix_(nodes, nodes)].tobytes())
+        return tuple(found)
+
+    @cached_property
+    def same(self) -> np.ndarray:
+        """Whether two ranks share a node: ``[ranks, ranks]``."""
+        return self.node[:, None] == self.node[None, :]
+
+    def load(self) -> Load:
+        """No bytes on any wire."""
+        ranks, nodes = len(self.places), len(self.nic)
+        link = None if self.link is None else np.zeros((nodes, nodes))
+        return Load(np.zeros(ranks), np.zeros(ranks), np.zeros(nodes), np.zeros(nodes), link)
+
+    def add(self, load: Load, ranks: np.ndarray, sent: np.ndarray) -> None:
+        """Put ``sent[sender, receiver]`` bytes on the wires for each row of `ranks`; their nodes must be alike."""
+        nodes = self.node[ranks]
+        outside = np.where(nodes[0][:, None] == nodes[0], 0.0, sent)
+        inside = sent - outside
+        load.port_out[ranks] += inside.sum(1)
+        load.port_in[ranks] += inside.sum(0)
+        np.add.at(load.nic_out, nodes, np.broadcast_to(outside.sum(1), nodes.shape))
+        np.add.at(load.nic_in, nodes, np.broadcast_to(outside.sum(0), nodes.shape))
+        if load.link is not None:
+            for row in nodes:
+                np.add.at(load.link, (row[:, None], row), outside)
+
+    def seconds(self, sent: np.ndarray) -> float:
+        """Time for ``sent[sender, receiver]`` bytes, all at one time."""
+        if not sent.any():
+            return 0.0
+        load = self.load()
+        self.add(load, np.arange(len(self.places))[None], sent)
+        return self.busiest(load, 0.0)
+
+    def busiest(self, load: Load, circle: float) -> float:
+        """Time of the busiest wire for `load` and `circle` bytes on every wire of the circle of all ranks."""
+        nodes = len(self.nic)
+        ring_node = circle if nodes > 1 else 0.0
+        # A rank alone on its node passes the circle on through the NIC only.
+        ring_port = np.where(np.bincount(self.node)[self.node] > 1, circle, 0.0)
+        times = [
+            (np.maximum(load.port_out, load.port_in) + ring_port) / self.port,
+            (np.maximum(load.nic_out, load.nic_in) + ring_node) / self.nic,
+        ]
+        if load.link is not None and self.link is not None:
+            order = np.arange(nodes)
+            ring_link = np.zeros_like(load.link)
+            ring_link[order, np.roll(order, -1)] = ring_node
+            times.append((load.link + ring_link) / self.link)
+        return max(float(time.max()) for time in times)
