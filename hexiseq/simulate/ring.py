@@ -1,25 +1,21 @@
-"""Event simulation of a plan's attention: what every rank computes and waits for, tick by tick.
+"""The ring of one attention layer: whose slots travel when, and what a rank does tick by tick.
 
-    result = simulate_ring(plan, RingTimes(own_seconds, tick_seconds, kv_seconds, dkv_seconds=None))
-
-Given what each kernel call and each transfer takes, it says when each kernel call starts and ends and how long ranks
-stall. The rules are the runtime's: slots, blocks of fused ticks, batches, receive windows and waits for old sends are
-those of ``docs/architecture.md``. A rank's kernel call for a block starts when the previous one has ended and the
-block's slots have arrived; a transfer starts when both sides have posted it and the link between them is free.
+The rules are the runtime's: slots, blocks of fused ticks, batches, receive windows and waits for old sends are those of
+``docs/architecture.md``. A rank's kernel call for a block starts when the previous one has ended and the block's slots
+have arrived; a transfer may start when both sides have posted it.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from hexiseq.plan import Plan, Replica, claims, fusion_width, kv_heads, short_tokens
+from hexiseq.simulate.engine import Carrier, Clock, Edge, OwnLinks, Process, Transfer, Work
 
-Edge = tuple[int, int]
 SEND_LAG = 2
 """Batches a send may stay in flight before its sender waits for it."""
 
@@ -99,6 +95,8 @@ class RingMessage:
 def simulate_ring(plan: Plan, times: RingTimes, *, causal: bool = True, window: int | None = None) -> RingSimulation:
     """Simulate the ring of one attention layer, forward, or backward if `times` has seconds for gradients.
 
+    Every pair of ranks has a link of its own that carries one transfer at a time, in the order they become ready.
+
     Args:
         times: of all the plan's ranks.
         window: ticks ahead of its use that the receive of a KV slot is posted. None for the runtime's rule, a group's
@@ -109,21 +107,38 @@ def simulate_ring(plan: Plan, times: RingTimes, *, causal: bool = True, window: 
             one another for ever.
     """
     _check(plan, times, window)
-    engine, spans = _Engine(), {}
+    clock, logs = Clock(), [_Recorder() for _ in range(plan.world_size)]
+    links = OwnLinks(clock)
+    tables = {"kv": times.kv_seconds} | ({"dkv": times.dkv_seconds} if times.dkv_seconds is not None else {})
+
+    def transfer(message: RingMessage) -> Transfer:
+        edge, table = (message.sender, message.receiver), tables[message.kind]
+        if edge not in table:
+            raise ValueError(f"{message.kind}_seconds lacks the link from rank {edge[0]} to rank {edge[1]}")
+        return Transfer(message.kind, *edge, table[edge] * message.rows / plan.slot)
+
+    def alone(rank: int, process: Process) -> Process:
+        yield from process
+        logs[rank].finished, logs[rank].running = clock.now, False
+
+    def call(rank: int, block: range) -> Work:
+        foreign = block.start > 0
+        seconds = times.tick_seconds[rank] * len(block) if foreign else times.own_seconds[rank]
+        return Work("attention", float(seconds), block)
+
     for replica in plan.replicas:
-        ring = _Ring(plan, replica, causal)
-        transfers = _Transfers(engine, plan, ring, times)
+        ring = Ring(plan, replica, causal)
+        messages = [message for kind in tables for message in ring.messages(kind)]
+        mail = Mail(messages, [transfer(message) for message in messages])
         for g, members in enumerate(ring.members):
             for rank, kv in members:
-                spans[rank] = span = _Recorder()
                 if kv[1] > kv[0]:
-                    engine.start(_rank(engine, ring, transfers, g, rank, times, window, span))
-    engine.run()
-    stuck = sorted(rank for rank, span in spans.items() if span.running)
-    if stuck:
-        raise ValueError(f"ranks {stuck} wait for one another for ever: a receive window of {window} slots is too "
-                         "small for this plan; use a larger one, or None for the groups' own slots")  # fmt: skip
-    return RingSimulation(tuple(RankSpan(tuple(spans[r].blocks), spans[r].finished) for r in range(plan.world_size)))
+                    logs[rank].running = True
+                    process = ring_process(ring, mail, links, g, rank, functools.partial(call, rank), window, Held())
+                    clock.start(alone(rank, process), logs[rank])
+    clock.run()
+    check_finished([rank for rank, log in enumerate(logs) if log.running], window)
+    return RingSimulation(tuple(RankSpan(tuple(log.blocks), log.finished) for log in logs))
 
 
 def ring_messages(plan: Plan, *, causal: bool = True, backward: bool) -> list[RingMessage]:
@@ -132,23 +147,35 @@ def ring_messages(plan: Plan, *, causal: bool = True, backward: bool) -> list[Ri
         message
         for replica in plan.replicas
         for kind in (("kv", "dkv") if backward else ("kv",))
-        for message in _Ring(plan, replica, causal).messages(kind)
+        for message in Ring(plan, replica, causal).messages(kind)
     ]
 
 
 def ring_blocks(plan: Plan, rank: int, *, causal: bool = True) -> list[range]:
     """Ticks of each kernel call of a rank; none for a rank without heads."""
     replica, group, member = plan.place(rank)
-    ring = _Ring(plan, plan.replicas[replica], causal)
+    ring = Ring(plan, plan.replicas[replica], causal)
     kv = ring.members[group][member][1]
     return ring.blocks(group) if kv[1] > kv[0] else []
 
 
+def check_finished(stuck: Sequence[int], window: int | None) -> None:
+    """Raise ValueError when ranks were left waiting."""
+    if stuck:
+        raise ValueError(f"ranks {list(stuck)} wait for one another for ever: a receive window of {window} slots is "
+                         "too small for this plan; use a larger one, or None for the groups' own slots")  # fmt: skip
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"a receive window is at least 1 slot, got {window!r}")
+
+
 def _check(plan: Plan, times: RingTimes, window: int | None) -> None:
     if plan.exchange != "ring":
-        raise ValueError(f"only plans whose KV goes round a ring are simulated, this one has exchange {plan.exchange}")
-    if window is not None and window < 1:
-        raise ValueError(f"a receive window is at least 1 slot, got {window}")
+        raise ValueError(f"only plans whose KV goes round a ring have one to simulate, this one has exchange "
+                         f"{plan.exchange}; simulate_step takes both")  # fmt: skip
+    check_window(window)
     for name in ("own_seconds", "tick_seconds"):
         seconds = getattr(times, name)
         if len(seconds) != plan.world_size:
@@ -158,7 +185,7 @@ def _check(plan: Plan, times: RingTimes, window: int | None) -> None:
                 raise ValueError(f"{name} must not be negative, got {value} for rank {rank}")
 
 
-class _Ring:
+class Ring:
     """The circle of one replica's slots: who works on which slot when, and what travels for it."""
 
     def __init__(self, plan: Plan, replica: Replica, causal: bool) -> None:
@@ -191,6 +218,10 @@ class _Ring:
         """Tokens of a foreign slot that group `g` attends to: of an outer group's slot the front half only."""
         front, back = self.rows(slot)
         return front if self.causal and self.owner[slot] < g else front + back
+
+    def foreign_slots(self, g: int) -> float:
+        """All that group `g` attends to besides its own, in slots: halves count as such."""
+        return sum(self.used(g, self.slot(g, t)) for t in range(self.n[g], self.total)) / self.slot_tokens
 
     def targets(self, kind: str, g: int, t: int) -> list[tuple[int, int]]:
         """``(group, tokens)`` that group `g` sends of its slot of tick `t`, or of that slot's gradient."""
@@ -238,78 +269,96 @@ class _Ring:
         ]
 
 
-class _Engine:
-    """A clock, what happens next, and processes: generators that yield seconds to work or a transfer to wait for."""
+class Mail:
+    """The transfers of one layer's ring in one pass, as its ranks look for them."""
+
+    def __init__(self, messages: Sequence[RingMessage], transfers: Sequence[Transfer]) -> None:
+        self.sends: dict[tuple[str, int], dict[int, list[Transfer]]] = defaultdict(_by_tick)
+        self.receives: dict[tuple[str, int], dict[int, list[Transfer]]] = defaultdict(_by_tick)
+        self.needed: dict[tuple[str, int], dict[int | None, list[Transfer]]] = defaultdict(_by_tick)
+        for message, transfer in zip(messages, transfers, strict=True):
+            self.sends[message.kind, message.sender][message.tick].append(transfer)
+            self.receives[message.kind, message.receiver][message.tick].append(transfer)
+            self.needed[message.kind, message.receiver][message.needed].append(transfer)
+
+
+def _by_tick() -> dict:
+    return defaultdict(list)
+
+
+class Held:
+    """Foreign KV a rank has room for at one time, in slots, and the most there was."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self._order = itertools.count()  # events of one instant happen in the order they were scheduled
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.now = self.most = 0.0
 
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), action))
-
-    def run(self) -> None:
-        while self._events:
-            self.now, _, action = heapq.heappop(self._events)
-            action()
-
-    def start(self, process: Process) -> None:
-        def go_on() -> None:
-            for wanted in process:
-                if isinstance(wanted, float):
-                    self.at(self.now + wanted, go_on)
-                    return
-                if not wanted.done:
-                    wanted.waiting.append(go_on)
-                    return
-
-        self.at(self.now, go_on)
+    def add(self, slots: float) -> None:
+        self.now += slots
+        self.most = max(self.most, self.now)
 
 
-@dataclass(eq=False)
-class _Transfer:
-    message: RingMessage
-    seconds: float
-    sides: int = 0
-    done: bool = False
-    waiting: list[Callable[[], None]] = field(default_factory=list)
+def ring_process(
+    ring: Ring, mail: Mail, carrier: Carrier, g: int, rank: int, call: Callable[[range], Work], window: int | None,
+    held: Held,
+) -> Process:  # fmt: skip
+    """What one rank does in one layer; the order of its steps is that of the runtime's `kv_ring`."""
+    n, before = ring.n[g], ring.n[(g - 1) % ring.groups]
+    due, due_before = (n, before) if window is None else (window, window)
+    lag = SEND_LAG + max(0, before - due_before)  # until the receiver is sure to have posted its side
+    sends, arriving = mail.sends["kv", rank], mail.needed["kv", rank]
+    grads, grads_arriving = mail.sends["dkv", rank], mail.needed["dkv", rank]
+    grads_posting = mail.receives["dkv", rank]
+    flying: dict[str, deque[tuple[int, list[Transfer]]]] = {"kv": deque(), "dkv": deque()}
+    blocks = ring.blocks(g)
+    # A block's buffer is made for its first receive, and freed when its slots have been passed on.
+    size = [sum(ring.used(g, ring.slot(g, t)) for t in block) / ring.slot_tokens for block in blocks]
+    made, passed = 1, deque[tuple[int, float]]()
 
+    def reap(kind: str, last: int) -> list[Transfer]:
+        found: list[Transfer] = []
+        while flying[kind] and flying[kind][0][0] <= last:
+            found += flying[kind].popleft()[1]
+        return found
 
-Process = Generator[float | _Transfer, None, None]
+    def post(transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            carrier.post(transfer, rank)
 
+    def send(kind: str, tick: int, transfers: list[Transfer]) -> None:
+        post(transfers)
+        if transfers:
+            flying[kind].append((tick, transfers))
 
-class _Transfers:
-    """All transfers of a replica. Each directed link carries one at a time, in the order they become ready."""
-
-    def __init__(self, engine: _Engine, plan: Plan, ring: _Ring, times: RingTimes) -> None:
-        self.engine = engine
-        self._free: dict[Edge, float] = defaultdict(float)
-        self.sends: dict[tuple[str, int], list[_Transfer]] = defaultdict(list)
-        self.receives: dict[tuple[str, int], list[_Transfer]] = defaultdict(list)
-        tables = {"kv": times.kv_seconds} | ({"dkv": times.dkv_seconds} if times.dkv_seconds is not None else {})
-        for kind, table in tables.items():
-            for message in ring.messages(kind):
-                edge = (message.sender, message.receiver)
-                if edge not in table:
-                    raise ValueError(f"{kind}_seconds lacks the link from rank {edge[0]} to rank {edge[1]}")
-                transfer = _Transfer(message, table[edge] * message.rows / plan.slot)
-                self.sends[kind, message.sender].append(transfer)
-                self.receives[kind, message.receiver].append(transfer)
-
-    def post(self, transfer: _Transfer) -> None:
-        """One side is ready; at the second the transfer queues for its link."""
-        transfer.sides += 1
-        if transfer.sides < 2:
-            return
-        edge = (transfer.message.sender, transfer.message.receiver)
-        self._free[edge] = max(self.engine.now, self._free[edge]) + transfer.seconds
-        self.engine.at(self._free[edge], lambda: self._finish(transfer))
-
-    def _finish(self, transfer: _Transfer) -> None:
-        transfer.done = True
-        for go_on in transfer.waiting:
-            go_on()
+    for t in range(n):
+        post(grads_posting[t])
+    for index, block in enumerate(blocks):
+        foreign = index > 0
+        yield [transfer for t in block for transfer in arriving[t]] if foreign else []
+        for t in block:
+            # Receives are posted `due` ticks ahead, those of the first such ticks all at the start.
+            ahead = range(n, due + 1) if t == 0 else range(t + due, t + due + 1)
+            while made < len(blocks) and blocks[made].start < ahead.stop:
+                held.add(size[made])
+                made += 1
+            send("kv", t, sends[t])
+            for tick in ahead:
+                if tick >= n:
+                    post(arriving[tick])
+        yield reap("kv", block.start - lag)
+        while passed and passed[0][0] <= block.start - SEND_LAG:
+            held.add(-passed.popleft()[1])
+        yield call(block)
+        if foreign:
+            passed.append((block[-1], size[index]))
+            for t in block:
+                yield grads_arriving[t]
+                send("dkv", t, grads[t])
+                post(grads_posting[t])
+        yield reap("dkv", block.start - SEND_LAG)
+    yield reap("kv", ring.total)
+    yield grads_arriving[None]
+    yield reap("dkv", ring.total)
+    held.add(-held.now)
 
 
 class _Recorder:
@@ -317,63 +366,9 @@ class _Recorder:
         self.blocks: list[BlockSpan] = []
         self.finished, self.running = 0.0, False
 
+    def worked(self, work: Work, start: float, end: float) -> None:
+        assert work.ticks is not None
+        self.blocks.append(BlockSpan(work.ticks.start, len(work.ticks), start, end))
 
-def _rank(
-    engine: _Engine, ring: _Ring, transfers: _Transfers, g: int, rank: int, times: RingTimes, window: int | None,
-    span: _Recorder,
-) -> Process:  # fmt: skip
-    """What one rank does in one layer; the order of its steps is that of the runtime's `kv_ring`."""
-    n, before = ring.n[g], ring.n[(g - 1) % ring.groups]
-    due, due_before = (n, before) if window is None else (window, window)
-    held = SEND_LAG + max(0, before - due_before)  # until the receiver is sure to have posted its side
-    sends, grads = _by_tick(transfers.sends["kv", rank]), _by_tick(transfers.sends["dkv", rank])
-    posting: dict[int, list[_Transfer]] = defaultdict(list)
-    arriving: dict[int | None, list[_Transfer]] = defaultdict(list)
-    for transfer in transfers.receives["kv", rank]:
-        assert transfer.message.needed is not None
-        posting[max(0, transfer.message.needed - due)].append(transfer)
-        arriving[transfer.message.needed].append(transfer)
-    grads_posting = _by_tick(transfers.receives["dkv", rank])
-    grads_arriving: dict[int | None, list[_Transfer]] = defaultdict(list)
-    for transfer in transfers.receives["dkv", rank]:
-        grads_arriving[transfer.message.needed].append(transfer)
-    flying: dict[str, deque[_Transfer]] = {"kv": deque(), "dkv": deque()}
-    span.running = True
-
-    def post(transfers_: Sequence[_Transfer]) -> None:
-        for transfer in transfers_:
-            transfers.post(transfer)
-
-    def reap(kind: str, last: int) -> Iterator[_Transfer]:
-        while flying[kind] and flying[kind][0].message.tick <= last:
-            yield flying[kind].popleft()
-
-    for t in range(n):
-        post(grads_posting[t])
-    for block in ring.blocks(g):
-        foreign = block.start > 0
-        for t in block:
-            yield from arriving[t]
-        for t in block:
-            post(sends[t] + posting[t])
-            flying["kv"] += sends[t]
-        yield from reap("kv", block.start - held)
-        start = engine.now
-        yield float(times.tick_seconds[rank] * len(block) if foreign else times.own_seconds[rank])
-        span.blocks.append(BlockSpan(block.start, len(block), start, engine.now))
-        for t in block if foreign else ():
-            yield from grads_arriving[t]
-            post(grads[t] + grads_posting[t])
-            flying["dkv"] += grads[t]
-        yield from reap("dkv", block.start - SEND_LAG)
-    yield from reap("kv", ring.total)
-    yield from grads_arriving[None]
-    yield from reap("dkv", ring.total)
-    span.finished, span.running = engine.now, False
-
-
-def _by_tick(transfers: Sequence[_Transfer]) -> dict[int, list[_Transfer]]:
-    found: dict[int, list[_Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        found[transfer.message.tick].append(transfer)
-    return found
+    def waited(self, last: Transfer, start: float, end: float) -> None:
+        """What is not a kernel call is a stall."""
