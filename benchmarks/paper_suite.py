@@ -1,0 +1,723 @@
+"""The paper's settings, planned: gain, balance, memory and traffic of our plans against even splits of the same job.
+
+    python -m benchmarks.paper_suite                              # every row that is not in the results yet
+    python -m benchmarks.paper_suite --family testbed --nics 1    # some of them
+    python -m benchmarks.paper_suite --rows sim_64 llama_13b      # rows whose name has all of these
+    python -m benchmarks.paper_suite --docs                       # nothing solved: tables and pictures of the results
+
+The rows are those of ``conf/experiment/paper_*.yaml`` (a Hydra multirun of one is the same rows, without the
+comparisons), each with every choice of NICs per node. A row is solved in every mode of `MODES`, and every policy, ours
+and the rivals, counts by the mode that suits it best. All figures are predictions of `hexiseq.cost`; nothing runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hexiseq.cluster import Cluster, Place
+from hexiseq.cost import OutOfMemory, lower_bound, match_places, predict, replica_cost
+from hexiseq.plan import (
+    EXCHANGES,
+    POLICIES,
+    Plan,
+    Prediction,
+    RankDevice,
+    fits_slots,
+    make_replica,
+)
+from hexiseq.schedule import IllegalPolicy, solve
+from hexiseq.workload import Workload
+from recipes.compose import composed
+from recipes.job import CONF, workload_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "paper-suite.md"
+FAMILIES = ("testbed", "simulation", "flops")
+NICS = (1, 4, 8)
+# What every policy may choose from, as overrides: what is kept for backward, and whether gathered parameters are.
+MODES = {
+    "selective": ("strategy.recompute=selective", "strategy.keep_parameters=false"),
+    "selective, kept": ("strategy.recompute=selective", "strategy.keep_parameters=true"),
+    "full": ("strategy.recompute=full", "strategy.keep_parameters=false"),
+    "full, kept": ("strategy.recompute=full", "strategy.keep_parameters=true"),
+}
+# Mixed cluster -> the one of A100 alone with as many FLOPs, counting an H100 as three A100.
+MATCHED = {"paper_flops_56": "paper_flops_152", "paper_flops_64": "paper_flops_168"}
+NOT_EVEN = ("hexiseq", "fast_only")  # rows of `Plan.rivals` that are no even split over all devices
+PAPER = {"testbed": (1.11, 1.19), "simulation": (1.36, 1.72)}  # mean and best gain as published
+
+Record = dict[str, Any]
+
+
+# Rows ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: a cluster with so many NICs of 25 GB/s in each node, a model, a sequence length."""
+
+    family: str
+    cluster: str
+    model: str
+    seq_len: int
+    nics: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.cluster} {self.model} {self.seq_len} nics={self.nics}"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"+cluster={self.cluster}",
+            f"model={self.model}",
+            f"data.seq_len={self.seq_len}",
+            f"paper.nics={self.nics}",
+        ]
+
+
+def all_rows() -> list[Row]:
+    """Every row of every family, those with the family's own number of NICs first."""
+    found = []
+    for family in FAMILIES:
+        sweep = yaml.safe_load((CONF / "experiment" / f"paper_{family}.yaml").read_text())["hydra"]["sweeper"]["params"]
+        axes = (str(sweep[key]).split(",") for key in ("+cluster", "model", "data.seq_len"))
+        for cluster, model, length in itertools.product(*axes):
+            found += [Row(family, cluster, model, int(length), nics) for nics in NICS]
+    return sorted(found, key=lambda row: row.nics != main_nics(row.cluster))
+
+
+@functools.cache
+def main_nics(cluster: str) -> int:
+    """NICs per node in the main figures, as the cluster's file has them."""
+    return yaml.safe_load((CONF / "cluster" / f"{cluster}.yaml").read_text())["paper"]["nics"]
+
+
+# What is said of a plan ----------------------------------------------------------------------------------------
+
+
+def figures(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> Record:
+    """The figures of a plan that the tables compare; `places`: of its ranks, where they are not the plan's own."""
+    places = match_places(plan, cluster) if places is None else places
+    predicted = plan.predicted
+    assert predicted is not None
+    memory = [used / p.device.memory_gb for used, p in zip(predicted.memory_gb, places, strict=True)]
+    busy = busy_seconds(plan, workload, places)
+    return {
+        "step_seconds": predicted.step_seconds,
+        "without_parameters_seconds": without_parameters(predicted),
+        "parameter_seconds": predicted.parameter_seconds,
+        "balance": float(busy.mean() / busy.max()),
+        "memory_fraction": max(memory),
+        "between_models_gb": traffic_between_models(plan, workload, places) / 1e9,
+        "replicas": len(plan.replicas),
+        "groups": sum(len(replica.groups) for replica in plan.replicas),
+        "exchange": plan.exchange,
+        "devices": plan.world_size,
+    }
+
+
+def busy_seconds(plan: Plan, workload: Workload, places: Sequence[Place]) -> np.ndarray:
+    """Seconds each rank computes in a step, waiting and transfers left out."""
+    forwards, linears = attention_forwards(workload), 3 + (workload.recompute != "none")
+    busy = np.zeros(len(places))
+    for replica in plan.replicas:
+        for kind in workload.model.kinds:
+            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=kind), places)
+            layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
+            layer = layer + cost.attention_backward + cost.merge_backward
+            busy[cost.ranks] += workload.accumulation * kind.layers * layer
+        busy[cost.ranks] += workload.accumulation * cost.loss
+    return busy
+
+
+def traffic_between_models(plan: Plan, workload: Workload, places: Sequence[Place]) -> float:
+    """Bytes of a step that pass between devices of different GPU models: all-to-all, KV and its gradients.
+
+    Parameters are left out: they go round all devices whatever the plan.
+    """
+    forwards, total = attention_forwards(workload), 0.0
+    for replica in plan.replicas:
+        for kind in workload.model.kinds:
+            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=kind), places)
+            types = np.array([places[rank].device.type for rank in cost.ranks])
+            moved = forwards * (cost.heads_in + cost.heads_out + cost.kv)
+            moved = moved + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+            across = types[:, None] != types[None, :]
+            total += workload.accumulation * kind.layers * float(moved[across].sum())
+    return total
+
+
+def attention_forwards(workload: Workload) -> int:
+    """How often attention and its exchange run forward in a micro-step."""
+    return 2 if workload.recompute == "full" else 1
+
+
+def without_parameters(predicted: Prediction) -> float:
+    """Step time if parameters moved for free, from the parts of a prediction.
+
+    Exact where compute decides, which is certain as soon as all wires together take less than the step. Where the wires
+    may decide, what compute or the other traffic takes by itself: exact but for exchanges that nothing hides.
+    """
+    moving = predicted.all_to_all_seconds + predicted.ring_seconds
+    if predicted.step_seconds > moving + predicted.parameter_seconds:
+        return predicted.step_seconds
+    return min(predicted.step_seconds, max(predicted.compute_seconds + predicted.all_to_all_seconds, moving))
+
+
+# Even grids, for what `solve` does not tell --------------------------------------------------------------------
+
+
+def round_robin(places: Sequence[Place]) -> list[Place]:
+    """The places with GPU models taking turns, as a launcher deals out devices that knows no models."""
+    by_model: dict[str, list[Place]] = {}
+    for place in places:
+        by_model.setdefault(place.device.type, []).append(place)
+    turns = itertools.zip_longest(*by_model.values())
+    return [place for turn in turns for place in turn if place is not None]
+
+
+def even_grids(workload: Workload, places: Sequence[Place]) -> Iterator[Plan]:
+    """Every even grid over `places` in their order: equal replicas of equal groups, equal tokens and heads."""
+    model, ranks, length = workload.model, len(places), workload.seq_len
+    devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in places)
+    for replicas, width in itertools.product(range(1, ranks + 1), range(1, ranks + 1)):
+        if ranks % (replicas * width) or workload.sequences % replicas or model.heads % width:
+            continue
+        if model.kv_heads % width and width % model.kv_heads:
+            continue
+        groups = ranks // replicas // width
+        slot = 2 * -(-length // (2 * groups))
+        if not fits_slots(length, slot, groups):
+            continue
+        made = []
+        for start in range(0, ranks, groups * width):
+            counts = []
+            for g in range(groups):
+                tokens = slot if g else length - (groups - 1) * slot
+                first = start + g * width
+                share = [tokens // width + (m < tokens % width) for m in range(width)]
+                counts.append((1, [(first + m, share[m], model.heads // width) for m in range(width)]))
+            made.append(make_replica(length, slot, counts, workload.sequences // replicas))
+        for exchange in EXCHANGES if groups > 1 else EXCHANGES[:1]:
+            yield Plan(
+                policy="usp",
+                seq_len=length,
+                num_heads=model.heads,
+                num_kv_heads=model.kv_heads,
+                slot=slot,
+                fusion=1,
+                exchange=exchange,
+                recompute=workload.recompute,
+                dtype=workload.dtype,
+                replicas=tuple(made),
+                devices=devices,
+            )
+
+
+def predicted_grids(cluster: Cluster, workload: Workload, places: Sequence[Place]) -> list[Plan]:
+    """The even grids over `places` that fit memory, with their predictions."""
+    found = []
+    for plan in even_grids(workload, places):
+        predicted = predict(plan, cluster, workload, places)
+        if all(used <= most for used, most in zip(predicted.memory_gb, predicted.memory_limit_gb, strict=True)):
+            found.append(dataclasses.replace(plan, predicted=predicted))
+    return found
+
+
+# Solving a row -------------------------------------------------------------------------------------------------
+
+
+def solve_row(row: Row) -> Record:
+    """A row in every mode, as plain containers."""
+    start = time.perf_counter()
+    modes = {}
+    for mode, overrides in MODES.items():
+        config = composed([*row.overrides, *overrides])
+        cluster = Cluster.from_config(config["cluster"])
+        modes[mode] = solve_mode(cluster, workload_of(config, cluster), config["strategy"]["exchange"])
+    return {**dataclasses.asdict(row), "modes": modes, "seconds": time.perf_counter() - start}
+
+
+def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
+    """Ours, the rivals and the even grids of one workload."""
+    found: Record = {"bound_seconds": lower_bound(cluster, workload)}
+    grids = predicted_grids(cluster, workload, cluster.places)
+    found["even_grid_fits"] = bool(grids)
+    if grids:
+        found["even_without_parameters_seconds"] = min(without_parameters(plan.predicted) for plan in grids)  # type: ignore[arg-type]
+    try:
+        # Once by itself, which is what a user waits for; then with the rivals.
+        alone = solve(cluster, workload, rivals=False, exchange=exchange)
+        ours = solve(cluster, workload, exchange=exchange)
+    except (OutOfMemory, IllegalPolicy) as error:
+        status = "out_of_memory" if isinstance(error, OutOfMemory) else "illegal"
+        return {**found, "status": status, "reason": str(error)}
+    found |= {"status": "ok", "ours": figures(ours, cluster, workload), "solve_seconds": alone.solve_seconds}
+    found["ours"]["gap"] = ours.gap
+    found["ours"]["excluded"] = len(ours.excluded)
+    found["rivals"] = {r.name: {"status": r.status, "step_seconds": r.step_seconds} for r in ours.rivals}
+    if name := best_even(found["rivals"]):
+        if name in POLICIES:
+            plan = solve(cluster, workload, name, rivals=False, exchange=exchange)
+            found["even"] = {"name": name, **figures(plan, cluster, workload)}
+        else:
+            found["even"] = {"name": name, "step_seconds": found["rivals"][name]["step_seconds"]}
+    dealt = round_robin(cluster.places)
+    if len(cluster.devices) > 1 and (grids := predicted_grids(cluster, workload, dealt)):
+        plan = min(grids, key=lambda plan: plan.predicted.step_seconds if plan.predicted else math.inf)
+        found["round_robin"] = figures(plan, cluster, workload, dealt)
+    return found
+
+
+def best_even(rivals: dict[str, Record]) -> str | None:
+    """The fastest even split over all devices that runs; of equals one that `solve` knows as a policy."""
+    running = [name for name, rival in rivals.items() if name not in NOT_EVEN and rival["status"] == "ok"]
+    return min(running, key=lambda name: (rivals[name]["step_seconds"], name not in POLICIES), default=None)
+
+
+def run(rows: Sequence[Row], path: Path, again: bool) -> dict[str, Record]:
+    """Solve what `path` does not hold yet; it is written after every row."""
+    results: dict[str, Record] = json.loads(path.read_text()) if path.exists() else {}
+    waiting = [row for row in rows if again or row.key not in results]
+    print(f"{len(rows)} rows, {len(waiting)} to solve; results: {path}", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(waiting, 1):
+        results[row.key] = solve_row(row)
+        written = path.with_suffix(".part")
+        written.write_text(json.dumps(results, indent=1) + "\n")
+        written.replace(path)
+        view = summary(results[row.key])
+        gain = f"gain {view['gain']:.3f}" if view["gain"] else view["outcome"]
+        print(f"{number}/{len(waiting)}  {row.key:<48} {gain:<32} {results[row.key]['seconds']:.1f} s", flush=True)
+    return results
+
+
+# Results to figures --------------------------------------------------------------------------------------------
+
+
+def summary(record: Record, modes: Sequence[str] = tuple(MODES)) -> Record:
+    """One line of figures: each policy in the mode, of `modes`, that suits it best.
+
+    ``outcome``: ``all fit``; ``a rival does not fit``: an even policy runs out of memory in every mode, another runs;
+    ``no even split fits``; ``nothing fits``. Gains are times the step of the other takes as long as ours.
+    """
+    solved = {mode: record["modes"][mode] for mode in modes if mode in record["modes"]}
+    running = {mode: r for mode, r in solved.items() if r["status"] == "ok"}
+    view: Record = dict.fromkeys(
+        ("mode", "step_seconds", "even", "even_step_seconds", "gain", "gain_any", "gain_without_parameters", "gap",
+         "balance", "even_balance", "memory_fraction", "even_memory_fraction", "between_models_gb",
+         "round_robin_gb", "traffic_ratio", "solve_seconds", "devices", "excluded", "replicas", "exchange")
+    )  # fmt: skip
+    view |= {key: record[key] for key in ("family", "cluster", "model", "seq_len", "nics")}
+    if not running:
+        return {**view, "outcome": "nothing fits"}
+    mode = min(running, key=lambda m: running[m]["ours"]["step_seconds"])
+    ours = running[mode]["ours"]
+    view |= {"mode": mode, **{key: ours[key] for key in ours if key in view}}
+    view["solve_seconds"] = max(r["solve_seconds"] for r in running.values())
+    rivals: dict[str, list[Record]] = {}
+    for r in running.values():
+        for name, rival in r["rivals"].items():
+            rivals.setdefault(name, []).append(rival)
+    steps = {
+        name: min((r["step_seconds"] for r in found if r["status"] == "ok"), default=None)
+        for name, found in rivals.items()
+        if name != "hexiseq"
+    }
+    if any(steps.values()):
+        view["gain_any"] = min(step for step in steps.values() if step) / ours["step_seconds"]
+    evens = [(r["even"]["step_seconds"], m) for m, r in running.items() if "even" in r]
+    lacking = [
+        name
+        for name, found in rivals.items()
+        if name not in NOT_EVEN and steps[name] is None and any(r["status"] == "out_of_memory" for r in found)
+    ]
+    if (dealt := running[mode].get("round_robin")) and dealt["between_models_gb"]:
+        view["round_robin_gb"] = dealt["between_models_gb"]
+        view["traffic_ratio"] = ours["between_models_gb"] / dealt["between_models_gb"]
+    if not evens:
+        return {**view, "outcome": "no even split fits"}
+    even = running[min(evens)[1]]["even"]
+    view |= {
+        "even": even["name"],
+        "even_step_seconds": even["step_seconds"],
+        "gain": even["step_seconds"] / ours["step_seconds"],
+        "even_balance": even.get("balance"),
+        "even_memory_fraction": even.get("memory_fraction"),
+    }
+    free = [r["even_without_parameters_seconds"] for r in running.values() if "even_without_parameters_seconds" in r]
+    if free:
+        own = min(r["ours"]["without_parameters_seconds"] for r in running.values())
+        view["gain_without_parameters"] = min(free) / own
+    return {**view, "outcome": "a rival does not fit" if lacking else "all fit"}
+
+
+def write_csv(views: Sequence[Record], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(views[0]), lineterminator="\n")
+        writer.writeheader()
+        for view in views:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in view.items()})
+
+
+# Tables --------------------------------------------------------------------------------------------------------
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def show(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def mean_best(gains: Sequence[float]) -> str:
+    return f"{statistics.mean(gains):.3f} / {max(gains):.3f}" if gains else "–"
+
+
+def thousands(tokens: int) -> str:
+    return "1M" if tokens == 2**20 else f"{tokens // 1024}k"
+
+
+def named(cluster: str) -> str:
+    return cluster.removeprefix("paper_")
+
+
+def is_main(view: Record) -> bool:
+    return view["nics"] == main_nics(view["cluster"])
+
+
+def mixed(views: Sequence[Record]) -> list[Record]:
+    """Without the clusters of one GPU model, which are there to be compared with."""
+    return [view for view in views if view["cluster"] not in MATCHED.values()]
+
+
+def gains_table(results: Sequence[Record]) -> str:
+    """Mean and best gain per family and NICs, with and without parameter traffic."""
+    kept = [mode for mode in MODES if "kept" in mode]
+    again = [mode for mode in MODES if "kept" not in mode]
+    rows = []
+    for family, nics in itertools.product(FAMILIES, NICS):
+        records = mixed([r for r in results if r["family"] == family and r["nics"] == nics])
+        if not records:
+            continue
+        views = [summary(r) for r in records]
+        fit = [v for v in views if v["outcome"] == "all fit"]
+        partly = [v for v in views if v["outcome"] == "a rival does not fit"]
+        label = f"{nics} (main)" if is_main(views[0]) else str(nics)
+
+        def of(chosen: Sequence[str], records: Sequence[Record] = records) -> str:
+            views = [summary(r, chosen) for r in records]
+            return mean_best([v["gain"] for v in views if v["outcome"] == "all fit"])
+
+        rows.append([
+            family, label, str(len(fit)), mean_best([v["gain"] for v in fit]), of(again), of(kept),
+            mean_best([v["gain_without_parameters"] for v in fit if v["gain_without_parameters"]]),
+            f"{len(partly)}: {mean_best([v['gain'] for v in partly])}",
+            str(sum(v["outcome"] == "no even split fits" for v in views)),
+            str(sum(v["outcome"] == "nothing fits" for v in views)),
+        ])  # fmt: skip
+    return markdown(
+        ["family", "NICs", "rows where all fit", "gain", "gathered again", "kept", "parameters free",
+         "a rival does not fit", "only ours fits", "nothing fits"], rows,
+    )  # fmt: skip
+
+
+def rows_table(views: Sequence[Record], family: str) -> str:
+    rows = []
+    for v in views:
+        if v["family"] != family or not is_main(v):
+            continue
+        rows.append([
+            named(v["cluster"]), v["model"], thousands(v["seq_len"]), show(v["step_seconds"], ".3g"),
+            show(v["gain"], ".3f"), show(v["gain_any"], ".3f"), show(v["gain_without_parameters"], ".3f"),
+            show(v["gap"], ".1%"), f"{show(v['balance'])} / {show(v['even_balance'])}",
+            f"{show(v['memory_fraction'], '.0%')} / {show(v['even_memory_fraction'], '.0%')}",
+            show(v["traffic_ratio"]), v["mode"] or "–",
+            f"{v['devices']}" + (f" of {v['devices'] + v['excluded']}" if v["excluded"] else "") if v["mode"] else "–",
+            v["outcome"],
+        ])  # fmt: skip
+    return markdown(
+        ["cluster", "model", "tokens", "step, s", "gain", "over any rival", "parameters free", "gap",
+         "balance, ours / even", "memory, ours / even", "traffic / round-robin", "mode", "devices", "outcome"], rows,
+    )  # fmt: skip
+
+
+def traffic_table(views: Sequence[Record]) -> str:
+    rows = []
+    for family in FAMILIES:
+        found = [v for v in mixed(views) if v["family"] == family and is_main(v)]
+        ratios = [v["traffic_ratio"] for v in found if v["traffic_ratio"] is not None]
+        alone = sum(v["between_models_gb"] == 0 for v in found)
+        if ratios:
+            rows.append([
+                family, str(len(ratios)), f"{statistics.mean(ratios):.2f}", f"{statistics.median(ratios):.2f}",
+                f"{max(ratios):.2f}", f"{sum(r <= 0.7 for r in ratios)}", str(alone),
+            ])  # fmt: skip
+    return markdown(
+        ["family", "rows", "mean", "median", "largest", "30 % below or more", "of them on one GPU model alone"], rows
+    )
+
+
+def use_table(views: Sequence[Record]) -> str:
+    rows = []
+    for family in FAMILIES:
+        found = [v for v in mixed(views) if v["family"] == family and is_main(v) and v["even_balance"] is not None]
+        if found:
+            rows.append([
+                family, *(f"{statistics.mean(v[key] for v in found):.3f}" for key in ("balance", "even_balance")),
+                *(f"{max(v[key] for v in found):.1%}" for key in ("memory_fraction", "even_memory_fraction")),
+            ])  # fmt: skip
+    return markdown(["family", "balance, ours", "balance, even", "fullest device, ours", "even"], rows)
+
+
+def pairs(views: Sequence[Record]) -> list[tuple[Record, Record, float]]:
+    """Mixed cluster, its homogeneous partner, and the mixed one's step over the best on the other; where both run."""
+    by = {(v["cluster"], v["model"], v["seq_len"], v["nics"]): v for v in views}
+    found = []
+    for v in views:
+        other = by.get((MATCHED.get(v["cluster"]), v["model"], v["seq_len"], v["nics"]))
+        if other and v["step_seconds"] and other["step_seconds"]:
+            best = min(s for s in (other["step_seconds"], other["even_step_seconds"]) if s)
+            found.append((v, other, v["step_seconds"] / best))
+    return found
+
+
+def pairs_table(results: Sequence[Record]) -> str:
+    bounds = {
+        (r["cluster"], r["model"], r["seq_len"], r["nics"]): min(m["bound_seconds"] for m in r["modes"].values())
+        for r in results
+    }
+    rows = []
+    for v, other, ratio in pairs([summary(r) for r in results]):
+        if is_main(v):
+            ideal = [bounds[u["cluster"], u["model"], u["seq_len"], u["nics"]] for u in (v, other)]
+            rows.append([
+                f"{named(v['cluster'])} / {named(other['cluster'])}", v["model"], thousands(v["seq_len"]),
+                f"{v['step_seconds']:.3g}", f"{other['step_seconds']:.3g}", f"{ratio:.3f}",
+                f"{ideal[0] / ideal[1]:.3f}", show(v["gain"], ".3f"),
+            ])  # fmt: skip
+    return markdown(
+        ["pair", "model", "tokens", "mixed, s", "A100 alone, s", "mixed / alone", "of the bounds", "gain, mixed"], rows
+    )
+
+
+def against_paper(results: Sequence[Record]) -> str:
+    """What the paper reports, and what is found here in the main figures."""
+    views = [summary(r) for r in results]
+    main = [v for v in mixed(views) if is_main(v)]
+    rows = []
+
+    def row(what: str, paper: str, here: str, met: bool) -> None:
+        rows.append([what, paper, here, "yes" if met else "**no**"])
+
+    for family, (mean, best) in PAPER.items():
+        fit = [v for v in main if v["family"] == family and v["outcome"] == "all fit"]
+        for how, key in (("", "gain"), (", parameters free", "gain_without_parameters")):
+            gains = [v[key] for v in fit if v[key]]
+            if gains:
+                here = statistics.mean(gains)
+                row(f"mean gain, {family}{how}", f"{mean:.2f}", f"{here:.3f}", here >= mean)
+                row(f"best gain, {family}{how}", f"{best:.2f}", f"{max(gains):.3f}", max(gains) >= best)
+    if ratios := [ratio for v, _, ratio in pairs(views) if is_main(v)]:
+        here = f"{min(ratios):.3f} to {max(ratios):.3f}, mean {statistics.mean(ratios):.3f}"
+        row("mixed over FLOP-matched step", "1.03", here, max(ratios) <= 1.03)
+    running = [v for v in views if v["mode"]]
+    if running:
+        fullest = max(v["memory_fraction"] for v in running)
+        row("fullest device, all rows", "< 95 %", f"{fullest:.1%}", fullest <= 0.95)
+        worst = min((v["gain_any"] for v in running if v["gain_any"]), default=None)
+        if worst:
+            row("least gain over any rival, all rows", "–", f"{worst:.4f}", worst >= 1 - 1e-9)
+    if traffic := [v["traffic_ratio"] for v in main if v["traffic_ratio"] is not None]:
+        mean = statistics.mean(traffic)
+        row("traffic between GPU models against round-robin, mean", "0.70", f"{mean:.2f}", mean <= 0.7)
+    if big := [v["solve_seconds"] for v in running if v["cluster"] == "paper_sim_128"]:
+        here = f"median {statistics.median(big):.2f} s, slowest {max(big):.2f} s"
+        row("plan for 128 GPUs found in", "< 0.5 s", here, max(big) < 0.5)
+    return markdown(["", "paper", "here", "reached"], rows)
+
+
+def tables(results: Sequence[Record]) -> dict[str, str]:
+    """Every table of the document, by the name of its markers."""
+    views = [summary(r) for r in results]
+    return {
+        "paper": against_paper(results),
+        "gains": gains_table(results),
+        "use": use_table(views),
+        "traffic": traffic_table(views),
+        "pairs": pairs_table(results),
+        **{f"rows-{family}": rows_table(views, family) for family in FAMILIES},
+    }
+
+
+def fill(text: str, parts: dict[str, str]) -> str:
+    """The document with each part between its markers, ``<!-- begin NAME -->`` and ``<!-- end NAME -->``, replaced.
+
+    Raises:
+        ValueError: a part without its markers, or markers of no part.
+    """
+    for name, part in parts.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(f"the document needs the lines {begin} and {end}, once each and in this order")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+    if unknown := [n for n in text.split("<!-- begin ")[1:] if n.split(" -->")[0] not in parts]:
+        raise ValueError(f"the document has markers of no table: {unknown[0].split(' -->')[0]}")
+    return text
+
+
+# Pictures ------------------------------------------------------------------------------------------------------
+
+
+def pictures(results: Sequence[Record], folder: Path) -> None:
+    """gain, balance, memory and traffic by length for each cluster; the FLOP-matched pairs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    views = [v for v in mixed([summary(r) for r in results]) if is_main(v)]
+    by_length(views, folder / "gain.png", "time of the best even split / ours", {"gain": "-"}, 1.0)
+    by_length(
+        views, folder / "balance.png", "mean / longest busy time", {"balance": "-", "even_balance": "--"}, 1.0,
+    )  # fmt: skip
+    by_length(
+        views, folder / "memory.png", "fullest device: share of memory",
+        {"memory_fraction": "-", "even_memory_fraction": "--"}, 0.95,
+    )  # fmt: skip
+    by_length(views, folder / "traffic.png", "bytes between GPU models / round-robin", {"traffic_ratio": "-"}, 0.7)
+    matched(pairs([summary(r) for r in results]), folder / "pairs.png")
+
+
+COLOURS = {"llama_3b": "tab:green", "llama_7b": "tab:orange", "llama_13b": "tab:blue", "llama3_70b": "tab:red"}
+
+
+def by_length(views: Sequence[Record], path: Path, label: str, lines: dict[str, Any], level: float) -> None:
+    """One panel per cluster, a line per model and key over the sequence length; dashes are the best even split."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    clusters = list(dict.fromkeys(v["cluster"] for v in views))
+    columns = 4
+    figure, axes = plt.subplots(
+        -(-len(clusters) // columns), columns, figsize=(13, 3.0 * -(-len(clusters) // columns) + 0.6), sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for axis, cluster in zip(axes.flat, clusters, strict=False):
+        found = [v for v in views if v["cluster"] == cluster]
+        lengths = sorted({v["seq_len"] for v in found})
+        for model, (key, style) in itertools.product(dict.fromkeys(v["model"] for v in found), lines.items()):
+            points = {v["seq_len"]: v[key] for v in found if v["model"] == model}
+            values = [math.nan if (p := points.get(n)) is None else p for n in lengths]
+            axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4, linewidth=1.6)
+        axis.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
+        axis.set_title(named(cluster), fontsize=11)
+        axis.set_xticks(range(len(lengths)), [thousands(n) for n in lengths])
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in list(axes.flat)[len(clusters) :]:
+        axis.set_visible(False)
+    for row in axes:
+        row[0].set_ylabel(label, fontsize=9)
+    models = [model for model in COLOURS if any(v["model"] == model for v in views)]
+    handles = [plt.Line2D([], [], color=COLOURS[model], marker="o", markersize=4) for model in models]
+    if len(lines) > 1:
+        handles += [plt.Line2D([], [], color="0.3", linestyle=style) for style in lines.values()]
+        models += ["ours", "best even split"]
+    figure.legend(handles, models, loc="outside lower center", ncols=len(models), frameon=False)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    plt.close(figure)
+
+
+def matched(found: Sequence[tuple[Record, Record, float]], path: Path) -> None:
+    """Step on the mixed cluster over that on its FLOP-matched partner, a panel per pair, a line style per NICs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    styles: dict[int, Any] = dict(zip(NICS, (":", "--", "-"), strict=True))
+    figure, axes = plt.subplots(1, len(MATCHED), figsize=(10, 3.6), sharey=True, layout="constrained", squeeze=False)
+    lengths = sorted({v["seq_len"] for v, _, _ in found})
+    models = list(dict.fromkeys(v["model"] for v, _, _ in found))
+    for axis, (mixed_name, alone) in zip(axes.flat, MATCHED.items(), strict=True):
+        axis.axhspan(0.97, 1.03, color="0.92")
+        for model, (nics, style) in itertools.product(models, styles.items()):
+            points = {
+                v["seq_len"]: ratio
+                for v, _, ratio in found
+                if (v["cluster"], v["model"], v["nics"]) == (mixed_name, model, nics)
+            }
+            values = [points.get(n, math.nan) for n in lengths]
+            axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4, linewidth=1.6)
+        axis.set_title(f"{named(mixed_name)} against {named(alone)}", fontsize=11)
+        axis.set_xticks(range(len(lengths)), [thousands(n) for n in lengths])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("step, mixed / A100 alone (grey: ±3 %)", fontsize=9)
+    handles = [plt.Line2D([], [], color=COLOURS[model], marker="o", markersize=4) for model in models]
+    handles += [plt.Line2D([], [], color="0.3", linestyle=style) for style in styles.values()]
+    labels = [*models, *(f"{nics} NIC{'s' if nics > 1 else ''} a node" for nics in NICS)]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    plt.close(figure)
+
+
+# Command -------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Row]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="(all)")
+    add("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name has all of these")
+    add("--nics", nargs="+", type=int, choices=NICS, help="NICs per node (all; each family's own ones first)")
+    add("--out", type=Path, default=Path("outputs/paper_suite"), help="results.json and results.csv (%(default)s)")
+    add("--again", action="store_true", help="solve rows that are in the results, too")
+    add("--docs", action="store_true", help="write tables and pictures into docs/ from the results; solve nothing")
+    options = parser.parse_args(arguments)
+    rows = [
+        row
+        for row in all_rows()
+        if row.family in options.family
+        and (options.nics is None or row.nics in options.nics)
+        and all(text in row.key for text in options.rows)
+    ]
+    if not rows:
+        parser.error(f"no row has {' and '.join(options.rows)}; a row's name is like {all_rows()[0].key!r}")
+    return options, rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, rows = parse(arguments)
+    path = options.out / "results.json"
+    if options.docs and not path.exists():
+        raise SystemExit(f"there are no results in {path}; run without --docs first")
+    results = json.loads(path.read_text()) if options.docs else run(rows, path, options.again)
+    found = [results[row.key] for row in rows if row.key in results]
+    write_csv([summary(record) for record in found], options.out / "results.csv")
+    print(f"\n{gains_table(found)}\n\n{against_paper(found)}")
+    if options.docs:
+        DOCS.write_text(fill(DOCS.read_text(), tables(found)))
+        pictures(found, DOCS.with_suffix(""))
+        write_csv([summary(record) for record in found], DOCS.with_suffix("") / "results.csv")
+
+
+if __name__ == "__main__":
+    main()
