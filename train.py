@@ -27,11 +27,11 @@ from hexiseq import launch
 from hexiseq.cost import OutOfMemory
 from hexiseq.schedule import IllegalPolicy
 from recipes import job as jobs
-from recipes import plan
+from recipes import plan, simulate
 
 ROOT = Path(__file__).resolve().parent
 # Recipes that only compute run in this process; the others run in one process per rank.
-LOCAL_RECIPES = {"plan": plan.run}
+LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run}
 RANK_RECIPES = ("pretrain",)
 
 outcomes: list[str] = []
