@@ -83,11 +83,14 @@ def describe_stalls(plan: Plan, simulation: StepSimulation) -> list[str]:
         longest = max(seconds.values())
         if longest < 1e-6 * simulation.step_seconds:
             continue
-        peers, main = sorted({stall.peer for stall in stalls}), max(stalls, key=lambda stall: stall.seconds)
-        who, whom = _ranks(plan, sorted(seconds)), _ranks(plan, peers)
-        cause = (
-            f"{whom} came late; then over {main.wire}" if late else f"under way, {whom} at the other end; {main.wire}"
-        )
+        main = max(stalls, key=lambda stall: stall.seconds)
+        who, whom = (_ranks(plan, sorted(ranks)) for ranks in (seconds, {stall.peer for stall in stalls}))
+        if late:
+            cause = f"{whom} came late; then over {main.wire}"
+        elif kind in COLLECTIVES:
+            cause = f"under way round all ranks; {main.wire}"
+        else:
+            cause = f"under way, {whom} at the other end; {main.wire}"
         share = longest / simulation.step_seconds
         found.append(
             (longest, f"{who} waited up to {longest:.3g} s ({share:.1%}) for {COLLECTIVES.get(kind, kind)}: {cause}")

@@ -538,7 +538,7 @@ def _summary(
     world = plan.world_size
     busy, exchange = np.zeros(world), np.zeros(world)
     traced_busy, traced_exchange = np.zeros(world), np.zeros(world)
-    stalls: dict[tuple, float] = defaultdict(float)
+    stalls: dict[tuple[int, int, str, bool, str], float] = defaultdict(float)
     phases: list[Phase] = []
     spans: list[Span] = []
     for micro_step, (repeats, run) in enumerate(runs):
@@ -556,8 +556,8 @@ def _summary(
             traced_busy[rank] += sum(log.busy)
             traced_exchange[rank] += sum(log.exchange)
             for found, times in zip(log.stalls, more.tolist(), strict=True):
-                for cause, seconds in found.items():
-                    stalls[(rank, *cause)] += repeats * (1 + times) * seconds
+                for (peer, transfer, late, wire), seconds in found.items():
+                    stalls[rank, peer, transfer, late, wire] += repeats * (1 + times) * seconds
         if trace:
             spans += _spans(run, offset)
         offset += run.seconds
