@@ -18,7 +18,7 @@ from hexiseq.workload import Workload
 from recipes.compose import composed
 from recipes.job import workload_of
 
-SMALL = suite.Row("testbed", "paper_testbed_8", "llama_3b", 8192, 1)
+SMALL = suite.Row("testbed", "paper_testbed_8", "llama_3b", 8192, 1, 1)
 
 
 def setting(row: suite.Row, *overrides: str) -> tuple[Cluster, Workload]:
@@ -32,7 +32,9 @@ def test_rows_are_complete_and_unique() -> None:
     assert len({row.key for row in rows}) == len(rows)
     counts = {family: sum(row.family == family for row in rows) for family in suite.FAMILIES}
     nics = len(suite.NICS)
-    assert counts == {"testbed": 3 * 3 * 6 * nics, "simulation": 3 * 2 * 4 * nics, "flops": 4 * 2 * 4 * nics}
+    assert counts == {"testbed": 3 * 3 * 6 * nics, "simulation": 3 * 2 * 4 * nics, "flops": 4 * 2 * 4 * nics,
+        "batch": 3 * 2 * 2 * nics,
+    }  # fmt: skip
     # Every cluster written for the suite is in it, and each row's own NICs come first.
     assert {row.cluster for row in rows} == {path.stem for path in (suite.CONF / "cluster").glob("paper_*.yaml")}
     firsts = [row.nics == suite.main_nics(row.cluster) for row in rows]
@@ -135,7 +137,7 @@ def test_step_without_parameter_traffic() -> None:
 def test_row_from_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "MODES", {mode: suite.MODES[mode] for mode in ("selective", "full, kept")})
+    monkeypatch.setattr(suite, "MODES", {mode: suite.MODES[mode] for mode in ("selective, kept", "full")})
     options = ["--rows", "testbed_8 llama_3b", "--nics", "1", "--out", str(tmp_path)]
     rows = suite.parse(options)[1]
     assert [row.seq_len for row in rows] == [8192 << i for i in range(6)]
@@ -173,12 +175,13 @@ def test_figures_agree_with_the_cost_model() -> None:
 
 def record(row: suite.Row, ours: float | None, rivals: dict[str, float | str]) -> suite.Record:
     """A solved row of one mode with made-up steps; a rival's text is its status."""
-    mode: suite.Record = {"status": "out_of_memory", "reason": "", "bound_seconds": 1.0, "even_grid_fits": False}
+    free = dict.fromkeys(("even_without_parameters_seconds", "fast_only_without_parameters_seconds"))
+    mode: suite.Record = {"status": "out_of_memory", "reason": "", "bound_seconds": 1.0, **free}
     if ours is not None:
         figures = {
             "step_seconds": ours, "without_parameters_seconds": ours / 2, "balance": 0.9, "memory_fraction": 0.5,
             "between_models_gb": 3.0, "replicas": 1, "groups": 2, "exchange": "ring", "devices": 8, "gap": 0.1,
-            "excluded": 0,
+            "excluded": 0, "dealt_gb": 4.0,
         }  # fmt: skip
         listed = {
             name: {"status": "ok", "step_seconds": value} if isinstance(value, float) else
@@ -186,7 +189,8 @@ def record(row: suite.Row, ours: float | None, rivals: dict[str, float | str]) -
             for name, value in rivals.items()
         }  # fmt: skip
         mode |= {"status": "ok", "ours": figures, "solve_seconds": 0.1, "rivals": listed,
-                 "even_without_parameters_seconds": 1.0, "round_robin": {"between_models_gb": 6.0}}  # fmt: skip
+                 "even_without_parameters_seconds": 1.0,
+                 "fast_only_without_parameters_seconds": 0.6, "round_robin": {"between_models_gb": 6.0}}  # fmt: skip
         if name := suite.best_even(listed):
             mode["even"] = {"name": name, "step_seconds": rivals[name], "balance": 0.6, "memory_fraction": 0.7}
     return {**dataclasses.asdict(row), "modes": {"selective": mode}, "seconds": 1.0}
@@ -213,7 +217,8 @@ def test_outcomes_keep_rows_with_lacking_memory_apart() -> None:
 
     fit = view(1.0, usp=1.5, ring=2.0, ulysses="illegal", fast_only=1.2, hexiseq=1.0)
     assert (fit["outcome"], fit["gain"], fit["gain_any"], fit["even"]) == ("all fit", 1.5, 1.2, "usp")
-    assert (fit["gain_without_parameters"], fit["traffic_ratio"]) == (2.0, 0.5)
+    assert (fit["gain_free"], fit["gain_any_free"]) == (2.0, 1.2)
+    assert (fit["traffic"], fit["traffic_dealt"]) == (0.5, 0.75)
     partly = view(1.0, usp=1.5, ulysses="out_of_memory", fast_only="out_of_memory")
     assert (partly["outcome"], partly["gain"]) == ("a rival does not fit", 1.5)
     only = view(1.0, usp="out_of_memory", ring="out_of_memory")
@@ -232,15 +237,13 @@ def test_outcomes_keep_rows_with_lacking_memory_apart() -> None:
             ]
         )
     ]
-    line = suite.gains_table(rows).splitlines()[-1]
-    assert (
-        line
-        == "| testbed | 1 (main) | 2 | 1.300 / 1.500 | 1.300 / 1.500 | – | 2.000 / 2.000 | 1: 9.000 / 9.000 | 1 | 1 |"
-    )
+    cells = suite.gains_table(rows).splitlines()[-1].strip("| ").split(" | ")
+    gains = [*["1.300 / 1.500"] * 3, "–", "2.000 / 2.000", "1.200 / 1.200"]
+    assert cells == ["testbed", "1 (main)", "2", *gains, "1: 9.000 / 9.000", "1", "1"]
 
 
 def test_flop_matched_pairs() -> None:
-    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 8) for name in next(iter(suite.MATCHED.items())))
+    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(suite.MATCHED.items())))
     results = [record(mixed, 2.1, {"usp": 3.0}), record(alone, 2.5, {"usp": 2.0})]
     (pair,) = suite.pairs([suite.summary(r) for r in results])
     assert pair[2] == pytest.approx(1.05)  # against the best on the partner, an even split here
@@ -248,7 +251,7 @@ def test_flop_matched_pairs() -> None:
         results
     )
     # The partner is no mixed cluster: it takes no part in the gains.
-    assert "| flops | 8 (main) | 1 | 1.429 / 1.429 |" in suite.gains_table(results)
+    assert "| flops | 8 (main) | 1 | 1.429 / 1.429 | 1.429 / 1.429 |" in suite.gains_table(results)
 
 
 def test_tables_go_between_their_markers() -> None:
@@ -271,7 +274,7 @@ def test_document_has_the_tables_of_the_suite() -> None:
 def test_pictures(tmp_path: Path) -> None:
     rows = [dataclasses.replace(SMALL, seq_len=8192 << i) for i in range(3)]
     results = [record(row, 1.0, {"usp": 1.5 + i}) for i, row in enumerate(rows)]
-    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 8) for name in next(iter(suite.MATCHED.items())))
+    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(suite.MATCHED.items())))
     results += [record(mixed, 2.1, {"usp": 3.0}), record(alone, 2.0, {"usp": 2.0})]
     suite.pictures(results, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
