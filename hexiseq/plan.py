@@ -27,7 +27,7 @@ import numpy as np
 
 Interval = tuple[int, int]
 
-POLICIES = ("hexiseq", "ring", "ulysses", "usp", "manual")
+POLICIES = ("hexiseq", "ring", "ulysses", "usp", "loongtrain", "even", "fast_only", "manual")
 RECOMPUTE_MODES = ("none", "selective", "full")
 EXCHANGES = ("ring", "allgather")
 # auto: each rank takes the best its device and installation can run, and logs why.

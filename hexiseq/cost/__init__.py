@@ -5,34 +5,42 @@ Bytes and FLOPs follow what the runtime moves and computes for exactly these tok
 estimates. Arrays are indexed by rank.
 """
 
-from hexiseq.cost.bound import bound, devices_bound, lower_bound, with_prediction
+from hexiseq.cost.bound import bound, compute_bound, devices_bound, even_bound, lower_bound, with_prediction
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import (
     MEMORY_FRACTION,
     OutOfMemory,
+    alike_memory_gb,
     attention_bytes,
     check_memory,
+    kinds_memory_gb,
     longest_length,
     memory_gb,
     token_bytes,
     token_capacity,
 )
-from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, ReplicaCost, passes, predict, replica_cost
-from hexiseq.cost.traffic import Wires, accumulator_bytes, parameter_traffic
+from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, ReplicaCost, assess, passes, predict, replica_cost
+from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, parameter_traffic
 
 __all__ = [
     "BACKWARD_ATTENTION",
     "BACKWARD_LINEAR",
     "MEMORY_FRACTION",
+    "Kind",
     "OutOfMemory",
     "ReplicaCost",
     "Wires",
     "accumulator_bytes",
+    "alike_memory_gb",
+    "assess",
     "attention_bytes",
     "bound",
     "check_memory",
     "check_workload",
+    "compute_bound",
     "devices_bound",
+    "even_bound",
+    "kinds_memory_gb",
     "longest_length",
     "lower_bound",
     "match_places",

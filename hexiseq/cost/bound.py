@@ -60,6 +60,17 @@ def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
     return spread + workload.accumulation * max(0.0, _level(workload.seq_len, seconds, capacity) - freely)
 
 
+def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
+    """Seconds of all compute spread over these devices in fractions, whatever their memory."""
+    return _spread(_rates(devices), workload)
+
+
+def even_bound(devices: Sequence[Device], workload: Workload) -> float:
+    """Seconds of all compute when each of these devices has an equal part of it: all wait for the slowest."""
+    slowest = [len(devices) * min(rates) for rates in _each_rate(devices)]
+    return _spread(slowest, workload)
+
+
 def _each_rate(devices: Sequence[Device]) -> list[list[float]]:
     names = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
     return [[getattr(device, name) * 1e12 for device in devices] for name in names]

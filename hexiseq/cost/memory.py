@@ -11,7 +11,7 @@ import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.matching import match_places
-from hexiseq.cost.traffic import GB, accumulator_bytes, group_tokens, hops, replica_kinds
+from hexiseq.cost.traffic import GB, Kind, accumulator_bytes, group_tokens, hops, replica_kinds
 from hexiseq.plan import Plan, Replica, fragments, fusion_width, group_intervals, kv_heads
 from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
 
@@ -87,9 +87,27 @@ def fixed_bytes(workload: Workload, ranks: int) -> float:
 
 def memory_gb(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
     """Predicted peak memory of each rank, and its limit, in GB."""
-    fixed, share = _memory_parts(plan, workload, places)
+    return kinds_memory_gb(replica_kinds(plan, _anywhere), workload, places)
+
+
+def kinds_memory_gb(
+    kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a job of these replicas."""
+    fixed, share = _memory_parts(kinds, workload, places)
     limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
     return fixed + share, limit
+
+
+def alike_memory_gb(
+    kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one replica of each kind, ranks of one after those of the other."""
+    fixed = fixed_bytes(workload, len(places)) / GB
+    devices = [places[rank].device for kind in kinds for rank in kind.ranks[0].tolist()]
+    used = fixed + np.array([device.overhead_gb for device in devices])
+    used += np.concatenate([_share_gb(kind, workload) for kind in kinds])
+    return used, MEMORY_FRACTION * np.array([device.memory_gb for device in devices])
 
 
 def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -98,12 +116,12 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
     Beyond what the model holds: q, k, v and out in token form, the log-sum-exp, and their gradients.
     """
     forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
-    for replica, ranks in replica_kinds(plan, _anywhere):
-        forward[ranks], backward[ranks] = _replica_attention_bytes(plan, replica, workload)
+    for kind in replica_kinds(plan, _anywhere):
+        forward[kind.ranks], backward[kind.ranks] = _replica_attention_bytes(plan, kind.replica, workload)
     return forward, backward
 
 
-def _anywhere(replica: Replica) -> None:
+def _anywhere(ranks: Sequence[int]) -> None:
     """Memory does not ask which devices a replica is on."""
 
 
@@ -347,31 +365,36 @@ def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.nda
     )
 
 
-def _memory_parts(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+def _memory_parts(kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
     """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
-    model, size = workload.model, workload.element_bytes
-    kept, working = token_bytes(workload)
     fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
     share = np.zeros(len(places))
-    for replica, ranks in replica_kinds(plan, _anywhere):
-        batch = replica.sequences
-        attention = np.maximum(*_replica_attention_bytes(plan, replica, workload))
-        shards = [(shard, group.num_tokens) for group in replica.groups for shard in group.shards]
-        tokens = np.array([shard.num_tokens for shard, _ in shards], float)
-        rows = np.array([group_tokens * shard.num_heads for shard, group_tokens in shards], float)
-        lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
-        mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
-        layer = batch * tokens * working + np.maximum(attention, mlp)
-        logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
-        loss = batch * (logits + tokens * model.hidden * size)
-        share[ranks] = (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
+    for kind in kinds:
+        share[kind.ranks] = _share_gb(kind, workload)
     return fixed, share
+
+
+def _share_gb(kind: Kind, workload: Workload) -> np.ndarray:
+    """GB that the ranks of one replica need because of their share."""
+    model, size = workload.model, workload.element_bytes
+    kept, working = token_bytes(workload)
+    replica, batch = kind.replica, kind.replica.sequences
+    attention = np.maximum(*_replica_attention_bytes(kind.plan, replica, workload))
+    shards = [(shard, group.num_tokens) for group in replica.groups for shard in group.shards]
+    tokens = np.array([shard.num_tokens for shard, _ in shards], float)
+    rows = np.array([group_tokens * shard.num_heads for shard, group_tokens in shards], float)
+    lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
+    mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
+    layer = batch * tokens * working + np.maximum(attention, mlp)
+    logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
+    loss = batch * (logits + tokens * model.hidden * size)
+    return (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
 
 
 def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
     """Raise `OutOfMemory` for the rank that lacks most, saying what would fit; return when every rank fits."""
     places = match_places(plan, cluster) if places is None else places
-    fixed, share = _memory_parts(plan, workload, places)
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, places)
     limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
     lacking = fixed + share - limit
     rank = int(lacking.argmax())
@@ -392,7 +415,7 @@ def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
 
 def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> int:
     """A length at which the plan's split fits for certain, 0 when there is none; near the largest."""
-    fixed, share = _memory_parts(plan, workload, places)
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, places)
     free = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places]) - fixed
     share = np.maximum(share / plan.seq_len, 1e-15)
     # All but the loss chunk scales with the length; setting a whole one aside, or a row a token, never promises too

@@ -10,8 +10,8 @@ import numpy as np
 
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost.matching import check_workload, match_places
-from hexiseq.cost.memory import memory_gb, state_bytes
-from hexiseq.cost.traffic import GB, Wires, exchange_bytes, kv_bytes, parameter_traffic, replica_kinds
+from hexiseq.cost.memory import kinds_memory_gb, state_bytes
+from hexiseq.cost.traffic import GB, Kind, Wires, exchange_bytes, kv_bytes, parameter_traffic, replica_kinds
 from hexiseq.plan import Interval, Plan, Prediction, Replica, fragments, fusion_width, group_intervals, kv_heads
 from hexiseq.workload import Workload, attended_pairs, attention_flops, head_flops, linear_flops
 
@@ -66,35 +66,42 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
         ValueError: the plan is for another workload, or names a device the cluster lacks.
     """
     check_workload(plan, workload)
-    places = match_places(plan, cluster) if places is None else places
-    wires = Wires(cluster, places)
+    wires = Wires(cluster, match_places(plan, cluster) if places is None else places)
+    kinds = replica_kinds(plan, wires.signature)
+    memory, limit = kinds_memory_gb(kinds, workload, wires.places)
+    return dataclasses.replace(
+        assess(kinds, wires, workload), memory_gb=tuple(memory.tolist()), memory_limit_gb=tuple(limit.tolist())
+    )
+
+
+def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Prediction:
+    """The prediction of a job of these replicas, on the wires of all its ranks, without memory."""
     load = wires.load()
     repeats = workload.accumulation
-
     path = compute = all_to_all = across = 0.0
-    for replica, ranks in replica_kinds(plan, wires.signature):
-        near = wires.subset(ranks[0])
-        moved = np.zeros((ranks.shape[1],) * 2)
+    for kind in kinds:
+        first = kind.ranks[0]
+        near, places = wires.subset(first), [wires.places[rank] for rank in first.tolist()]
+        moved = np.zeros((len(first),) * 2)
         seconds = kernel_seconds = exchange_seconds = moving_seconds = 0.0
         for model in workload.model.kinds:
-            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=model), places)
-            layer = layer_seconds(plan.exchange, cost, near, workload.recompute)
+            cost = _replica_cost(kind.plan, kind.replica, dataclasses.replace(workload, model=model), places)
+            layer = layer_seconds(kind.plan.exchange, cost, near, workload.recompute)
             seconds += model.layers * layer.path
             kernel_seconds += model.layers * layer.kernels
             exchange_seconds += model.layers * layer.all_to_all
             moving_seconds += model.layers * layer.across
             moved += (repeats * model.layers) * layer_bytes(cost, workload.recompute)
-        wires.add(load, ranks, moved)
+        wires.add(load, kind.ranks, moved)
         loss = float(cost.loss.max())
         if repeats * (seconds + loss) > path:
             path = repeats * (seconds + loss)
             compute = repeats * (kernel_seconds + loss)
             all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
 
-    parameter_bytes = parameter_traffic(workload, len(places))
-    optimizer = optimizer_seconds(workload, places)
+    parameter_bytes = parameter_traffic(workload, len(wires.places))
+    optimizer = optimizer_seconds(workload, wires.places)
     step = max(path + optimizer, wires.busiest(load, parameter_bytes))
-    memory, limit = memory_gb(plan, workload, places)
     return Prediction(
         step_seconds=float(step),
         tokens_per_second=workload.tokens_per_step / float(step),
@@ -102,8 +109,8 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
         all_to_all_seconds=float(all_to_all),
         ring_seconds=float(across),
         parameter_seconds=float(wires.busiest(wires.load(), parameter_bytes)),
-        memory_gb=tuple(memory.tolist()),
-        memory_limit_gb=tuple(limit.tolist()),
+        memory_gb=(),
+        memory_limit_gb=(),
     )
 
 
@@ -171,12 +178,21 @@ def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict
 
 
 def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
-    """What one layer of one replica computes and moves; the model's layers must be of one kind."""
+    """What one layer of one replica computes and moves; the model's layers must be of one kind.
+
+    Args:
+        places: by rank of the plan.
+    """
+    return _replica_cost(plan, replica, workload, [places[rank] for rank in replica.ranks])
+
+
+def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
+    """The same with the places of the replica's own ranks, in their order."""
     assert len(workload.model.kinds) == 1, "a layer of which kind?"
     model, batch, size = workload.model, replica.sequences, workload.element_bytes
     shards = [shard for group in replica.groups for shard in group.shards]
     ranks = np.array([shard.rank for shard in shards])
-    devices = [places[rank].device for rank in ranks]
+    devices = [place.device for place in places]
     gemm, forward_rate, backward_rate = (
         np.array([getattr(device, name) for device in devices]) * 1e12
         for name in ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
@@ -233,22 +249,30 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the pairs alone:
     it leaves out rows and calls, too, but cuts some into several.
     """
-    slots = [group.slots for group in replica.groups]
-    runs = group_intervals(plan.seq_len, plan.slot, slots)
-    front = [b - a for (a, b), _ in runs]
-    back = [d - c for _, (c, d) in runs]
-    columns: list[tuple[float, ...]] = []
-    for g, group in enumerate(replica.groups):
-        own = front[g] + back[g]
-        width = fusion_width(plan.fusion, group.slots) if plan.exchange == "ring" else replica.slots
-        inner_calls = -(-sum(slots[g + 1 :]) // width) if back[g] else 0
-        outer_calls = -(-sum(slots[:g]) // width)
-        rows = own * (1 + outer_calls) + back[g] * inner_calls
-        foreign = (sum(front[g + 1 :]) + sum(back[g + 1 :]) if back[g] else 0) + sum(front[:g])
-        pairs = sum(attended_pairs(b, window) - attended_pairs(a, window) for a, b in runs[g])
-        calls = 1 + outer_calls + inner_calls
-        columns += [(rows, calls, foreign, own, pairs, _own_pairs(runs[g], window))] * len(group.shards)
-    return tuple(np.array(column, float) for column in zip(*columns, strict=True))
+    slots = np.array([group.slots for group in replica.groups])
+    runs = group_intervals(plan.seq_len, plan.slot, slots.tolist())
+    lengths = np.diff(runs, axis=2)[:, :, 0]
+    front, back = lengths[:, 0], lengths[:, 1]
+    own = front + back
+    if plan.exchange == "ring":
+        width = np.array([fusion_width(plan.fusion, group.slots) for group in replica.groups])
+    else:
+        width = np.full(len(slots), replica.slots)
+
+    def outer(values: np.ndarray) -> np.ndarray:
+        return np.cumsum(values) - values
+
+    def inner(values: np.ndarray) -> np.ndarray:
+        return np.where(back > 0, values.sum() - np.cumsum(values), 0)
+
+    inner_calls, outer_calls = -(-inner(slots) // width), -(-outer(slots) // width)
+    rows = own * (1 + outer_calls) + back * inner_calls
+    foreign = inner(own) + outer(front)
+    pairs = [sum(attended_pairs(b, window) - attended_pairs(a, window) for a, b in run) for run in runs]
+    own_pairs = [_own_pairs(run, window) for run in runs]
+    columns = (rows, 1 + outer_calls + inner_calls, foreign, own, pairs, own_pairs)
+    members = [len(group.shards) for group in replica.groups]
+    return tuple(np.repeat(np.array(column, float), members) for column in columns)
 
 
 def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
@@ -268,4 +292,5 @@ def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
 def optimizer_seconds(workload: Workload, places: Sequence[Place]) -> float:
     """The optimizer reads and writes its states once; it is bound by memory."""
     states = state_bytes(workload) / len(places)
-    return max(2 * states / (place.device.hbm_gb_per_s * GB) for place in places)
+    slowest = min(device.hbm_gb_per_s for device in {id(p.device): p.device for p in places}.values())
+    return 2 * states / (slowest * GB)

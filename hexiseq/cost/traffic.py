@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -24,25 +23,20 @@ def exchange_bytes(
     plan: Plan, replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload
 ) -> dict[str, np.ndarray]:
     """The four all-to-alls of a layer, ``[sender, receiver]`` bytes, a rank's own part left out."""
-    width = len(heads)
-    found = {name: np.zeros((width, width)) for name in ("heads_in", "heads_out", "grads_in", "grads_out")}
-    unit = workload.model.head_dim * replica.sequences
-    start = 0
-    for group in replica.groups:
-        part = slice(start, start + len(group.shards))
-        start = part.stop
-        tokens = np.array([shard.num_tokens for shard in group.shards], float) * unit * workload.element_bytes
-        h, k = heads[part], kv[part]
-        # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
-        shared = k.sum() > plan.num_kv_heads
-        grads = tokens * (accumulator_bytes(workload) / workload.element_bytes if shared else 1)
-        found["heads_in"][part, part] = np.outer(tokens, h + 2 * k)
-        found["heads_out"][part, part] = np.outer(h, tokens)
-        found["grads_in"][part, part] = np.outer(tokens, 3 * h + 2 * k)
-        found["grads_out"][part, part] = np.outer(h + 2 * k, grads)
-    for matrix in found.values():
-        np.fill_diagonal(matrix, 0.0)
-    return found
+    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
+    tokens = np.array([shard.num_tokens for group in replica.groups for shard in group.shards], float)
+    tokens *= workload.model.head_dim * replica.sequences * workload.element_bytes
+    # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
+    shared = (np.bincount(home, kv) > plan.num_kv_heads)[home]
+    grads = tokens * np.where(shared, accumulator_bytes(workload) / workload.element_bytes, 1.0)
+    among = home[:, None] == home
+    np.fill_diagonal(among, False)
+    return {
+        "heads_in": np.outer(tokens, heads + 2 * kv) * among,
+        "heads_out": np.outer(heads, tokens) * among,
+        "grads_in": np.outer(tokens, 3 * heads + 2 * kv) * among,
+        "grads_out": np.outer(heads + 2 * kv, grads) * among,
+    }
 
 
 def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -69,15 +63,15 @@ def hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
     Transposed, those of dKV where it goes the other way.
     """
     home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
-    held = np.zeros((len(home), plan.num_kv_heads))
-    speaks = np.zeros_like(held)
-    member = 0
+    held: list[tuple[int, int]] = []
+    speaks: list[tuple[int, int]] = []
     for group in replica.groups:
         ranges = [kv_heads(shard.heads, plan.gqa_ratio) for shard in group.shards]
-        for (first, last), (start, end) in zip(ranges, claims(ranges), strict=True):
-            held[member, first:last] = speaks[member, start:end] = 1
-            member += 1
-    return home, speaks @ held.T
+        held += ranges
+        speaks += claims(ranges)
+    (first, last), (start, end) = np.array(held).T, np.array(speaks).T
+    common = np.minimum(end[:, None], last) - np.maximum(start[:, None], first)
+    return home, np.maximum(common, 0).astype(float)
 
 
 def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -161,17 +155,32 @@ def parameter_traffic(workload: Workload, ranks: int) -> float:
     return size * (ranks - 1) / ranks
 
 
-def replica_kinds(plan: Plan, signature: Callable[[Replica], Hashable]) -> list[tuple[Replica, np.ndarray]]:
-    """Replicas that differ in layout or in `signature`: one of each kind, and all its ranks ``[count, width]``."""
+@dataclass(frozen=True)
+class Kind:
+    """Replicas that are alike: laid out alike, on devices and nodes alike.
+
+    Attributes:
+        plan: what holds for all its replicas: lengths, heads, slot, fusion, exchange.
+        replica: one of them; its own rank numbers do not matter.
+        ranks: in the job, of all of them, in the order of the replica's ranks: ``[count, width]``.
+    """
+
+    plan: Plan
+    replica: Replica
+    ranks: np.ndarray
+
+
+def replica_kinds(plan: Plan, signature: Callable[[Sequence[int]], Hashable]) -> list[Kind]:
+    """The plan's replicas by kind; those whose ranks differ in `signature` are of different kinds."""
     if len(plan.replicas) == 1:
-        return [(plan.replicas[0], np.array([plan.replicas[0].ranks]))]
+        return [Kind(plan, plan.replicas[0], np.array([plan.replicas[0].ranks]))]
     found: dict[Hashable, list[Replica]] = {}
     for replica in plan.replicas:
         layout = tuple(
             (group.slots, tuple((shard.num_tokens, shard.heads) for shard in group.shards)) for group in replica.groups
         )
-        found.setdefault((replica.sequences, layout, signature(replica)), []).append(replica)
-    return [(alike[0], np.array([replica.ranks for replica in alike])) for alike in found.values()]
+        found.setdefault((replica.sequences, layout, signature(replica.ranks)), []).append(replica)
+    return [Kind(plan, alike[0], np.array([replica.ranks for replica in alike])) for alike in found.values()]
 
 
 @dataclass(frozen=True)
@@ -209,23 +218,18 @@ class Wires:
             return self
         return Wires(self.cluster, [self.places[rank] for rank in ranks.tolist()])
 
-    def signature(self, replica: Replica) -> Hashable:
-        """Equal for replicas on devices alike that share nodes alike."""
+    def signature(self, ranks: Sequence[int]) -> Hashable:
+        """Equal for ranks on devices alike that share nodes alike, one by one."""
         seen: dict[int, int] = {}
         found: list[Hashable] = []
-        for rank in replica.ranks:
+        for rank in ranks:
             place = self.places[rank]
             # By identity: comparing devices field by field costs more than a plan of thousands of ranks may take.
             found.append((id(place.seat.device), id(place.node_class), seen.setdefault(place.node, len(seen))))
         if self.link is not None:
-            nodes = self.node[list(replica.ranks)]
+            nodes = self.node[list(ranks)]
             found.append(self.link[np.ix_(nodes, nodes)].tobytes())
         return tuple(found)
-
-    @cached_property
-    def same(self) -> np.ndarray:
-        """Whether two ranks share a node: ``[ranks, ranks]``."""
-        return self.node[:, None] == self.node[None, :]
 
     def load(self) -> Load:
         """No bytes on any wire."""
@@ -236,12 +240,13 @@ class Wires:
     def add(self, load: Load, ranks: np.ndarray, sent: np.ndarray) -> None:
         """Put ``sent[sender, receiver]`` bytes on the wires for each row of `ranks`; their nodes must be alike."""
         nodes = self.node[ranks]
-        outside = np.where(nodes[0][:, None] == nodes[0], 0.0, sent)
-        inside = sent - outside
+        inside = np.where(nodes[0][:, None] == nodes[0], sent, 0.0)
+        outside = sent - inside
         load.port_out[ranks] += inside.sum(1)
         load.port_in[ranks] += inside.sum(0)
-        np.add.at(load.nic_out, nodes, np.broadcast_to(outside.sum(1), nodes.shape))
-        np.add.at(load.nic_in, nodes, np.broadcast_to(outside.sum(0), nodes.shape))
+        for wire, axis in ((load.nic_out, 1), (load.nic_in, 0)):
+            each = np.broadcast_to(outside.sum(axis), nodes.shape)
+            wire += np.bincount(nodes.ravel(), each.ravel(), minlength=len(wire))
         if load.link is not None:
             for row in nodes:
                 np.add.at(load.link, (row[:, None], row), outside)
@@ -259,7 +264,7 @@ class Wires:
         nodes = len(self.nic)
         ring_node = circle if nodes > 1 else 0.0
         # A rank alone on its node passes the circle on through the NIC only.
-        ring_port = np.where(np.bincount(self.node)[self.node] > 1, circle, 0.0)
+        ring_port = np.where(np.bincount(self.node)[self.node] > 1, circle, 0.0) if circle else 0.0
         times = [
             (np.maximum(load.port_out, load.port_in) + ring_port) / self.port,
             (np.maximum(load.nic_out, load.nic_in) + ring_node) / self.nic,

@@ -9,6 +9,7 @@ from hexiseq.cluster import Place
 from hexiseq.plan import EXCHANGES, Plan, RankDevice, fits_slots, make_replica
 from hexiseq.workload import Workload
 
+HEAD_FIRST, CONTEXT_FIRST = "head_first", "context_first"
 # (slots, [(rank, tokens, heads), ...]) per group, outermost first.
 Counts = list[tuple[int, list[tuple[int, int, int]]]]
 
@@ -64,8 +65,19 @@ def legal_widths(workload: Workload, ranks: int) -> list[int]:
     ]
 
 
-def even_grid(policy: str, workload: Workload, places: Sequence[Place], width: int, slot: int | None = None) -> Plan:
-    """Equal groups of `width` consecutive ranks, equal tokens and heads.
+def even_grid(
+    policy: str,
+    workload: Workload,
+    places: Sequence[Place],
+    width: int,
+    slot: int | None = None,
+    placement: str = HEAD_FIRST,
+) -> Plan:
+    """Equal groups of `width` ranks, equal tokens and heads, one replica.
+
+    Args:
+        placement: ``head_first``, groups of consecutive ranks; ``context_first``, consecutive ranks follow one another
+            on the ring.
 
     Raises:
         IllegalPolicy: heads do not divide, or the sequence is too short.
@@ -87,7 +99,7 @@ def even_grid(policy: str, workload: Workload, places: Sequence[Place], width: i
     short = sum(per_group) * slot - workload.seq_len
     for g, slots in enumerate(per_group):
         tokens = slots * slot - (short if g == 0 else 0)
-        members = range(g * width, (g + 1) * width)
+        members = range(g * width, (g + 1) * width) if placement == HEAD_FIRST else range(g, ranks, groups)
         counts.append((slots, [
             (rank, tokens // width + (m < tokens % width), model.heads // width) for m, rank in enumerate(members)
         ]))  # fmt: skip

@@ -8,6 +8,7 @@ since the same group comes up in many groupings.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -89,12 +90,24 @@ def cut_heads(
     return tuple(r.last - r.first for r in min(cut, dealt, key=value))
 
 
+def deal_heads(
+    total: int, seconds: tuple[float, ...], launch: tuple[float, ...], limits: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The same by a greedy rule that takes no notice of fragments and KV copies: for estimates."""
+    return None if sum(limits) < total else tuple(_deal(total, seconds, launch, limits))
+
+
 def _deal(total: int, seconds: Sequence[float], launch: Sequence[float], limits: Sequence[int]) -> list[int]:
     """Heads one by one to the member that would finish first: the least finish time if no range had two fragments."""
     sizes = [0] * len(seconds)
+    # A heap of who would finish first; ties go to the first member, as in a search from the left.
+    waiting = [(seconds[m] + launch[m], m) for m, limit in enumerate(limits) if limit > 0]
+    heapq.heapify(waiting)
     for _ in range(total):
-        free = [m for m, limit in enumerate(limits) if sizes[m] < limit]
-        sizes[min(free, key=lambda m: (sizes[m] + 1) * seconds[m] + launch[m])] += 1
+        _, m = heapq.heappop(waiting)
+        sizes[m] += 1
+        if sizes[m] < limits[m]:
+            heapq.heappush(waiting, ((sizes[m] + 1) * seconds[m] + launch[m], m))
     return sizes
 
 

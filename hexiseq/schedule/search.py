@@ -1,135 +1,318 @@
-"""The uneven split: groupings, then slots of groups, tokens and heads of ranks.
+"""The uneven split of one replica: groupings, then slots of groups, tokens and heads of ranks.
 
-Two levels. Heads of a group are cut first, since they do not depend on how many tokens the group gets; that makes a
-group one device with one attention rate. A small integer program over classes of equal groups then shares the slots.
-Heads and tokens inside a group come from `hexiseq.schedule.local`. Memory that does not fit is turned into caps and
-solved again. Every candidate is judged by `hexiseq.cost.predict`, never by the program's own objective.
+Two levels. Groupings are compared by an estimate that knows groups only by class (`Search.estimate`); the best few are
+laid out in whole slots, tokens and heads, and judged by `hexiseq.cost`, never by an estimate or a program's objective.
+Heads of a group are cut first, since they do not depend on how many tokens the group gets; that makes a group one
+device with one attention rate. Memory that does not fit is turned into caps and solved again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-import mip
 import numpy as np
 
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
-from hexiseq.plan import Plan, fits_slots
+from hexiseq.cost import Kind, Wires
+from hexiseq.plan import Plan, Prediction, fits_slots, kv_heads
 from hexiseq.schedule.even import (
     Counts,
-    IllegalPolicy,
     build_plan,
-    even_grid,
     even_totals,
     exchanges,
-    legal_widths,
     slots_for,
 )
-from hexiseq.schedule.local import MOST_NODES, NANOSECONDS, cut_heads, integer_program, share_tokens
+from hexiseq.schedule.groups import Grouping, Nodes
+from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
+from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
 from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
 
-FUSED_TOKENS = 8192  # merging a call of fewer KV tokens costs more than a tenth of its attention
-MOST_SLOTS = 64  # of a ring of few groups; grows with the number of groups
-Grouping = list[list[int]]
+FUSED_TOKENS = 32768  # of one kernel call, which makes merging cheap
+FEWER_TOKENS = 8192  # the same where memory is tight; below it merging costs more than a tenth of attention
+MOST_FUSED = 16  # slots of one call
+MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
+JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user left open or did not.
+
+    Attributes:
+        slot: ring transfer unit in tokens, or None.
+        exchange: one of `EXCHANGES`, or None.
+        deadline: of `time.perf_counter`, by which the search ends with what it has.
+    """
+
+    slot: int | None
+    exchange: str | None
+    deadline: float
+
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+
+class Job:
+    """Devices that work together: a cluster or a part of it, one rank each."""
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload) -> None:
+        self.cluster, self.places, self.workload = cluster, tuple(places), workload
+        self.wires = Wires(cluster, self.places)
+        devices = list({id(place.device): place.device for place in self.places}.values())
+        self.device = np.array([next(i for i, d in enumerate(devices) if d is p.device) for p in self.places])
+        self.capacity = np.array([cost.token_capacity(d, workload, len(self.places)) for d in devices])[self.device]
+
+    def judge(self, kinds: Sequence[Kind]) -> Prediction:
+        """Step time of replicas of these kinds, without memory."""
+        return cost.assess(kinds, self.wires, self.workload)
+
+    def memory(self, kinds: Sequence[Kind]) -> tuple[np.ndarray, np.ndarray]:
+        """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
+        return cost.alike_memory_gb(kinds, self.workload, self.places)
+
+
+def kind_of(plan: Plan, ranks: np.ndarray) -> Kind:
+    """Replicas laid out by a plan of one: its rank ``r`` is ``ranks[:, r]``."""
+    return Kind(plan, plan.replicas[0], ranks[:, list(plan.replicas[0].ranks)])
 
 
 class Search:
-    """Best plan over exactly these places, one replica."""
+    """Best layout of a replica, of which the job has several that are alike.
 
-    def __init__(
-        self, cluster: Cluster, places: Sequence[Place], workload: Workload, slot: int | None, exchange: str | None
-    ) -> None:
-        self.cluster, self.places, self.workload = cluster, tuple(places), workload
-        self.slot, self.exchange = slot, exchange
-        model, batch = workload.model, workload.sequences
+    Args:
+        ranks: of the job, of these replicas ``[count, width]``.
+        sequences: of one replica in a micro-step.
+    """
+
+    def __init__(self, job: Job, ranks: np.ndarray, sequences: int, options: Options) -> None:
+        self.job, self.ranks, self.options = job, ranks, options
+        self.places = [job.places[rank] for rank in ranks[0].tolist()]
+        self.workload = workload = dataclasses.replace(job.workload, sequences=sequences)
+        self.wires = Wires(job.cluster, self.places)
+        model = workload.model
         devices = [place.device for place in self.places]
         forwards, linears = cost.passes(workload.recompute)
         per_token = model.layers * linears * linear_flops(model) + (1 + cost.BACKWARD_LINEAR) * head_flops(model)
         # Seconds of a micro-step: per token of a rank, and per token of its group and head of the rank.
-        self.linear = np.array([batch * per_token / (device.gemm_tflops * 1e12) for device in devices])
-        flops = batch * attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
-        merges = (1 + forwards) * (1 + workload.seq_len / (2 * FUSED_TOKENS))
-        merged = model.layers * batch * merges * model.head_dim * (8 + workload.element_bytes)
-        self.attention = np.array([
-            flops * forwards / (device.attention_forward_tflops * 1e12)
-            + flops * cost.BACKWARD_ATTENTION / (device.attention_backward_tflops * 1e12)
-            + merged / (device.hbm_gb_per_s * 1e9)
-            for device in devices
-        ])  # fmt: skip
+        self.linear = np.array([sequences * per_token / (device.gemm_tflops * 1e12) for device in devices])
+        flops = sequences * attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
+        self.forward, self.backward = (
+            np.array([flops * work / (getattr(d, rate) * 1e12) for d in devices])
+            for work, rate in ((1, "attention_forward_tflops"), (cost.BACKWARD_ATTENTION, "attention_backward_tflops"))
+        )
+        # Merging, the same per kernel call.
+        merged = model.layers * sequences * model.head_dim * (8 + workload.element_bytes)
+        self.merge = merged / np.array([device.hbm_gb_per_s * 1e9 for device in devices])
+        self.forwards = forwards
+        self.attention = (
+            forwards * self.forward + self.backward + (forwards + 1) * self.calls(FUSED_TOKENS) * self.merge
+        )
         self.launch = np.array([model.layers * (1 + forwards) * device.launch_us * 1e-6 for device in devices])
-        self.capacity = np.array([cost.token_capacity(d, workload, len(devices)) for d in devices])
-        self._programs: dict[tuple, dict[tuple, int] | None] = {}
+        self.capacity = job.capacity[ranks[0]] / sequences
+        # Members of groups are alike if these are, and if their nodes are.
+        self.alike = [(int(device), id(place.node_class)) for device, place in
+                      zip(job.device[ranks[0]], self.places, strict=True)]  # fmt: skip
+        self._traffic: dict[tuple, tuple[float, np.ndarray]] = {}
+        self._programs: dict[tuple, tuple[int, ...] | None] = {}
+        self._ranked: list[tuple[float, Grouping]] | None = None
         self.best: Plan | None = None
+        self.seconds = math.inf  # of the job with these replicas alone
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
+        self.lacking = math.inf
+
+    def calls(self, tokens: float) -> float:
+        """Kernel calls over a group's tokens, each for so many foreign tokens: half of all foreign slots are halves."""
+        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS, tokens))
+
+    def kind(self, plan: Plan) -> Kind:
+        """These replicas, laid out by a plan of one of them."""
+        return kind_of(plan, self.ranks)
 
     def run(self, refine: bool = True) -> Plan | None:
-        """The best plan that fits memory, or None. Without `refine`, only by rounding."""
-        ranked: list[tuple[float, int, Grouping]] = []
-        for index, grouping in enumerate(groupings(self.places)):
-            plan = self.settle(grouping, self.round_slots)
-            if plan is not None:
-                ranked.append((self.offer(plan), index, grouping))
-        for width in legal_widths(self.workload, len(self.places)):
-            with contextlib.suppress(IllegalPolicy):  # the slot asked for may not suit this grid
-                even = even_grid("hexiseq", self.workload, self.places, width, self.slot)
-                for plan in exchanges(even, self.exchange):
-                    self.offer(plan)
-        ranked.sort(key=lambda item: item[:2])
-        for _, _, grouping in ranked[:3] if refine else ():
-            for order in self.orders(grouping):
-                for plan in self.refine(order):
-                    self.offer(plan)
+        """The best plan of one replica that fits memory, or None. Without `refine`, only by rounding."""
+        judged: list[tuple[float, int, Grouping]] = []
+        for index, (_, grouping) in enumerate(self.rank_groupings()):
+            # Where memory is tight the best few may not fit.
+            if index and (self.options.late() or index >= (JUDGED if self.best is not None else 3 * JUDGED)):
+                break
+            if (plan := self.settle(grouping, self.round_slots)) is not None:
+                judged.append((self.offer(plan), index, grouping))
+        judged.sort(key=lambda item: item[:2])
+        for _, _, grouping in judged[:REFINED] if refine else ():
+            for plan in self.refine(grouping):
+                self.offer(plan)
+                if self.options.late():
+                    break
         # The search is for one exchange; where it is open, its outcome is judged with the other, too.
         if (found := self.best or self.misfit) is not None:
-            for plan in exchanges(found, self.exchange)[1:]:
+            for plan in exchanges(found, self.options.exchange)[1:]:
                 self.offer(plan)
         return self.best
 
     def offer(self, plan: Plan) -> float:
         """Keep the plan if it fits and is the fastest so far; its step time, infinite when it does not fit."""
-        predicted = cost.predict(plan, self.cluster, self.workload, self.places)
-        lacking = max(np.subtract(predicted.memory_gb, predicted.memory_limit_gb))
-        if lacking > 0:
-            worst = self.misfit.predicted if self.misfit else None
-            if worst is None or lacking < max(np.subtract(worst.memory_gb, worst.memory_limit_gb)):
-                self.misfit = dataclasses.replace(plan, predicted=predicted)
-            return math.inf
-        now = self.best.predicted if self.best else None
+        seconds = self.job.judge([self.kind(plan)]).step_seconds
         # A tie within rounding keeps the earlier plan, so that results do not hang on the last bit.
-        if now is None or predicted.step_seconds < now.step_seconds * (1 - 1e-9):
-            self.best = dataclasses.replace(plan, predicted=predicted)
-        return predicted.step_seconds
+        if self.best is not None and seconds >= self.seconds * (1 - 1e-9):
+            return seconds
+        used, limit = self.job.memory([self.kind(plan)])
+        if (lacking := float((used - limit).max())) > 0:
+            if self.best is None and lacking < self.lacking:
+                self.misfit, self.lacking = plan, lacking
+            return math.inf
+        self.best, self.seconds = plan, seconds
+        return seconds
 
-    def orders(self, grouping: Grouping) -> list[Grouping]:
-        """The grouping as made (weak networks innermost), and with the nodes in reverse."""
-        reverse = grouping[::-1]
-        return [grouping] if len(grouping) < 3 else [grouping, reverse]
+    # Groupings -------------------------------------------------------------------------------------------------
+
+    def rank_groupings(self) -> list[tuple[float, Grouping]]:
+        """Groupings by estimated seconds, best first; the best splits of nodes are improved one kind at a time."""
+        if self._ranked is not None:
+            return self._ranked
+        nodes = Nodes(self.places)
+        found: dict[tuple, tuple[float, Grouping]] = {}
+
+        def look(grouping: Grouping) -> float:
+            key = tuple(map(tuple, grouping))
+            if key not in found:
+                found[key] = self.estimate(grouping), grouping
+            return found[key][0]
+
+        starts = [(look(nodes.grouping(chosen)), chosen) for chosen in nodes.starts()]
+        for grouping in nodes.across():
+            look(grouping)
+        for seconds, chosen in sorted(starts)[:1]:
+            better = True
+            while better and not self.options.late():
+                better = False
+                for other in nodes.neighbours(chosen):
+                    if (now := look(nodes.grouping(other))) < seconds * (1 - 1e-9):
+                        seconds, chosen, better = now, other, True
+
+        def order() -> list[tuple[float, Grouping]]:
+            return sorted(found.values(), key=lambda item: (item[0], len(item[1]), item[1]))
+
+        for _, grouping in order()[: 2 * JUDGED]:
+            look(grouping[::-1])
+        # Of those that are equally fast, by what limits them all, one is enough: that of the fewest groups.
+        ranked = order()
+        distinct = [item for i, item in enumerate(ranked) if i == 0 or item[0] > ranked[i - 1][0] * (1 + 1e-9)]
+        self._ranked = [item for item in distinct if item[0] < math.inf] or ranked
+        return self._ranked
+
+    def estimate(self, grouping: Grouping) -> float:
+        """Seconds of a micro-step on the ring, with fractional shares; wires are counted as in `hexiseq.cost`."""
+        parts = self.parts(grouping, self.capacity)
+        shares = share(parts.classes, parts.counts, self.workload.seq_len) if parts is not None else None
+        if parts is None or shares is None:
+            return math.inf
+        totals = self.totals(parts, shares.tokens)
+        if not totals or totals[0][1] < len(grouping):
+            return math.inf
+        forward = backward = all_to_all = 0.0
+        for tokens, group, members in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
+            merge = self.calls(tokens) * self.merge[members]
+            heads = tokens * np.array(group.heads)
+            forward = max(forward, float((heads * (self.forward[members] + merge)).max()))
+            backward = max(backward, float((heads * (self.backward[members] + merge)).max()))
+            all_to_all = max(all_to_all, tokens * self.exchange_seconds(members, group.heads)[0])
+        kv, kv_and_dkv, nic = self.kv_seconds(grouping, parts, shares.tokens[parts.index])
+        rounding = totals[0][0]
+        forward, backward = max(rounding * forward, kv), max(rounding * backward, kv_and_dkv)
+        return max(rounding * shares.linear_seconds + all_to_all + self.forwards * forward + backward, nic)
+
+    def exchange_seconds(self, members: list[int], heads: tuple[int, ...]) -> tuple[float, np.ndarray]:
+        """All-to-all seconds of a micro-step per token of the group, all of them together; the members' KV heads."""
+        first: dict[int, int] = {}
+        nodes = tuple(first.setdefault(self.places[r].node, len(first)) for r in members)
+        key = (tuple(self.alike[r] for r in members), nodes, heads)
+        if key not in self._traffic:
+            model, size = self.workload.model, self.workload.element_bytes
+            ends = np.cumsum(heads)
+            ratio = model.heads // model.kv_heads
+            kv = np.array([float(np.diff(kv_heads((int(e) - h, int(e)), ratio))[0])
+                           for h, e in zip(heads, ends, strict=True)])  # fmt: skip
+            seconds = 0.0
+            if len(members) > 1:
+                part = (1 / self.linear[members]) / (1 / self.linear[members]).sum()
+                h = np.array(heads, float)
+                wires = Wires(self.job.cluster, [self.places[r] for r in members])
+                # The other ranks of these nodes are in groups alike, through the same NICs.
+                sharing = np.bincount(self.wires.node)[np.unique(self.wires.node[members])]
+                wires.nic = wires.nic * np.bincount(wires.node) / sharing
+                unit = model.layers * model.head_dim * self.workload.sequences * size
+
+                def busy(sent: np.ndarray, received: np.ndarray) -> float:
+                    matrix = np.outer(sent, received) * unit
+                    np.fill_diagonal(matrix, 0.0)
+                    return wires.seconds(matrix)
+
+                into, out = busy(part, h + 2 * kv), busy(h, part)
+                seconds = self.forwards * (into + out) + busy(part, 3 * h + 2 * kv) + busy(h + 2 * kv, part)
+            self._traffic[key] = seconds, kv
+        return self._traffic[key]
+
+    def kv_seconds(self, grouping: Grouping, parts: Parts, tokens: np.ndarray) -> tuple[float, float, float]:
+        """Ring seconds of all layers' KV: of one forward pass, of backward, and of all passes on the busiest NIC."""
+        if len(grouping) == 1:
+            return 0.0, 0.0, 0.0
+        model, size = self.workload.model, self.workload.element_bytes
+        unit = 2 * model.layers * model.head_dim * self.workload.sequences * size
+        gradients = cost.accumulator_bytes(self.workload) / size
+        # From the group after it a group receives inner slots whole and outer ones as front halves.
+        outer = np.cumsum(tokens) - tokens
+        received = unit * (tokens.sum() - tokens - outer / 2)
+        each = [self.exchange_seconds(m, c.heads)[1] for m, c in zip(parts.members, parts.classes, strict=True)]
+        kv = np.concatenate([each[i] for i in parts.index])
+        flat = np.concatenate([np.array(members) for members in grouping])
+        home = np.repeat(np.arange(len(grouping)), [len(members) for members in grouping])
+        node = self.wires.node[flat]
+        # A rank's heads come from the member of the next group that stands where it stands in its own.
+        width = np.array([len(members) for members in grouping])
+        begins = np.cumsum(width) - width
+        following = np.roll(np.arange(len(grouping)), -1)[home]
+        where = (np.arange(len(flat)) - begins[home] + 0.5) / width[home]
+        crosses = node[begins[following] + (where * width[following]).astype(int)] != node
+        moved = received[home] * kv
+        # Group 0 sends back halves' gradients straight home, to other nodes if there are any.
+        direct = np.where(home == 0, unit * gradients * (tokens.sum() - tokens[0]) / 2 * kv, 0.0)
+        one_node = len(self.wires.nic) == 1
+        port, nic = self.wires.port[flat], self.wires.nic
+        near = np.where(crosses, 0.0, moved)
+        far = np.bincount(node, np.where(crosses, moved, 0.0), minlength=len(nic))
+        far_back = (1 + gradients) * far + (0.0 if one_node else np.bincount(node, direct, minlength=len(nic)))
+        near_back = (1 + gradients) * near + (direct if one_node else 0.0)
+        forward, backward = (
+            max(float((inside / port).max()), float((between / nic).max()))
+            for inside, between in ((near, far), (near_back, far_back))
+        )
+        return forward, backward, float(((self.forwards * far + far_back) / nic).max())
+
+    # Layouts ---------------------------------------------------------------------------------------------------
 
     def refine(self, grouping: Grouping) -> Iterator[Plan]:
-        """Plans with slots from the integer program, for the best numbers of slots and fusion widths."""
-        for choice in range(1 if len(grouping) == 1 or self.slot else 2):
-            plan = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
-            if plan is None:
-                continue
-            yield plan
-            most = max(group.slots for group in plan.replicas[0].groups)
-            for fusion in sorted({1, 2, 4, 8} - {plan.fusion}):
-                if fusion < most:
-                    yield dataclasses.replace(plan, fusion=fusion)
+        """Plans with slots from the integer program, other numbers of slots and fusion, and the nodes in reverse."""
+        plan = self.settle(grouping, self.program_slots)
+        if plan is None:
+            return
+        yield plan
+        next_best = functools.partial(self.program_slots, choice=1)
+        if len(grouping) > 1 and self.options.slot is None and (other := self.settle(grouping, next_best)) is not None:
+            yield other
 
-    def settle(self, grouping: Grouping, share: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
+    def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Share slots, lay out, and while a rank overflows cap what it may hold and share again."""
         caps, head_caps = self.capacity.copy(), np.full(len(self.places), self.workload.model.heads)
         plan = None
         for _ in range(12):
             parts = self.parts(grouping, caps, head_caps)
-            found = share(parts) if parts is not None else None
+            found = slots_of(parts) if parts is not None else None
             if parts is None or found is None:
                 break
             slot, slots = found
@@ -137,170 +320,154 @@ class Search:
             if counts is None:
                 break
             # A call can only fuse slots that have arrived; a group holds about its own number of them.
-            fusion = max(1, min(round(FUSED_TOKENS / slot), max(slots) - 1, 16))
-            exchange = self.exchange or "ring"
-            plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
-            if not self.tighten(plan, caps, head_caps):
+            most = max(1, min(max(slots) - 1, MOST_FUSED))
+            for tokens in (FUSED_TOKENS, FEWER_TOKENS):
+                fusion = max(1, min(round(tokens / slot), most))
+                if plan is None or plan.fusion != fusion or tokens == FUSED_TOKENS:
+                    exchange = self.options.exchange or "ring"
+                    plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
+                over_gb = self.over_gb(plan)
+                if max(over_gb) <= 0:
+                    return plan
+            if not self.tighten(plan, over_gb, caps, head_caps):
                 break
         return plan
 
-    def tighten(self, plan: Plan, caps: np.ndarray, head_caps: np.ndarray) -> bool:
-        """Lower the caps of ranks that overflow. False when all fit, or nothing is left to lower."""
-        used, limit = cost.memory_gb(plan, self.workload, self.places)
+    def over_gb(self, plan: Plan) -> list[float]:
+        """Memory each rank lacks, by rank; negative where some is left."""
+        used, limit = self.job.memory([self.kind(plan)])
+        over = dict(zip(plan.replicas[0].ranks, (used - limit).tolist(), strict=True))
+        return [over[rank] for rank in range(len(self.places))]
+
+    def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray) -> bool:
+        """Lower the caps of ranks that overflow. False when nothing is left to lower."""
         changed = False
         model, size = self.workload.model, self.workload.element_bytes
         kept, working = cost.token_bytes(self.workload)
         per_token = self.workload.sequences * (
             model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
         )
-        for shard in plan.shards():
-            over = (used - limit)[shard.rank] * 1e9
-            if over <= 0:
-                continue
-            fewer = math.ceil(over / per_token) + 1
-            group = plan.replicas[0].groups[plan.place(shard.rank)[1]]
-            if shard.num_tokens > 0 and (len(group.shards) == 1 or fewer <= shard.num_tokens):
-                caps[shard.rank] = max(0, min(caps[shard.rank], shard.num_tokens) - fewer)
-                changed = True
-            elif shard.num_heads > 0 and len(group.shards) > 1:
-                caps[shard.rank] = 0
-                head_caps[shard.rank] = shard.num_heads - 1
-                changed = True
+        for group in plan.replicas[0].groups:
+            for shard in group.shards:
+                over = over_gb[shard.rank] * 1e9
+                if over <= 0:
+                    continue
+                fewer = math.ceil(over / per_token) + 1
+                if shard.num_tokens > 0 and (len(group.shards) == 1 or fewer <= shard.num_tokens):
+                    caps[shard.rank] = max(0, min(caps[shard.rank], shard.num_tokens) - fewer)
+                    changed = True
+                elif shard.num_heads > 0 and len(group.shards) > 1:
+                    caps[shard.rank] = 0
+                    head_caps[shard.rank] = shard.num_heads - 1
+                    changed = True
         return changed
 
-    # Heads -----------------------------------------------------------------------------------------------------
+    def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray | None = None) -> Parts | None:
+        """The groups by class, or None when heads or tokens cannot fit.
 
-    def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray) -> Parts | None:
-        """What sharing slots needs to know of each group, or None when heads or tokens cannot fit."""
-        heads, rates = [], []
+        Args:
+            head_caps: the most heads of each rank; None for no limit, and for heads cut by a rule of thumb.
+        """
         rough = self.workload.seq_len / len(grouping)
+        found: dict[tuple, int] = {}
+        index: list[int] = []
+        members_of: Grouping = []
+        classes: list[GroupClass] = []
         for members in grouping:
-            cut = self.cut_heads(members, rough, head_caps)
-            if cut is None:
-                return None
-            heads.append(cut)
-            rates.append(max(h * self.attention[r] for h, r in zip(cut, members, strict=True)))
-        if sum(float(caps[members].sum()) for members in grouping) < self.workload.seq_len:
+            limits = None if head_caps is None else tuple(head_caps[members].tolist())
+            key = (tuple(self.alike[r] for r in members), tuple(caps[members].tolist()), limits)
+            if key not in found:
+                cut = self.cut_heads(members, rough, head_caps)
+                if cut is None:
+                    return None
+                found[key] = len(classes)
+                members_of.append(members)
+                classes.append(GroupClass(
+                    cut,
+                    float(max(h * self.attention[r] for h, r in zip(cut, members, strict=True))),
+                    tuple(self.linear[members].tolist()),
+                    tuple(np.floor(caps[members]).tolist()),
+                ))  # fmt: skip
+            index.append(found[key])
+        counts = np.bincount(index)
+        if sum(count * sum(c.caps) for count, c in zip(counts.tolist(), classes, strict=True)) < self.workload.seq_len:
             return None
-        return Parts(
-            grouping, heads, np.array(rates), [self.linear[members] for members in grouping],
-            [np.floor(caps[members]) for members in grouping],
-        )  # fmt: skip
+        return Parts(grouping, classes, counts.tolist(), index, members_of)
 
-    def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray) -> tuple[int, ...] | None:
+    def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
         model, calls = self.workload.model, 1 + self.workload.seq_len / FUSED_TOKENS
-        seconds, launch = self.attention[members] * tokens, self.launch[members] * calls
-        limits = np.minimum(head_caps[members], model.heads)
-        return cut_heads(
-            model.heads, model.kv_heads, tuple(seconds.tolist()), tuple(launch.tolist()), tuple(limits.tolist())
-        )
+        seconds = tuple((self.attention[members] * tokens).tolist())
+        launch = tuple((self.launch[members] * calls).tolist())
+        if head_caps is None:
+            return deal_heads(model.heads, seconds, launch, (model.heads,) * len(members))
+        most = np.minimum(head_caps[members], model.heads)
+        return cut_heads(model.heads, model.kv_heads, seconds, launch, tuple(most.tolist()))
 
     # Slots -----------------------------------------------------------------------------------------------------
 
-    def totals(self, shares: np.ndarray) -> list[int]:
-        """Numbers of slots to try, best first: shares of the sequence met closely, with few slots.
+    def totals(self, parts: Parts, shares: np.ndarray) -> list[tuple[float, int]]:
+        """Numbers of slots to try, and how much later than fractions they finish, best first.
 
         None when the sequence is too short for a slot per group.
         """
-        groups, n = len(shares), self.workload.seq_len
-        if self.slot is not None:
-            return [slots_for("hexiseq", n, self.slot)]
-        if groups == 1:
-            return [next(even_totals(n, 1))]
-        most = min(max(MOST_SLOTS, 8 * groups), n // 2)
-        # Slots go one by one to the group that would finish first, so the events in order are the finish times.
-        multiples = np.sort((np.arange(1, most + 1)[:, None] / shares[None, :]).ravel())
-        scored: list[tuple[float, int]] = []
-        for total in even_totals(n, 2 * groups if n >= 4 * groups else groups):
-            if total > most and scored:
-                break
-            least = 2 if total >= 2 * groups else 1
-            finish = max(float(multiples[total - 1]), least / float(shares.min()))
-            scored.append((finish * float(shares.sum()) / total, total))
-        # Within a thousandth, fewer slots are better: each costs a launch and a transfer.
-        scored.sort(key=lambda item: (round(item[0], 3), item[1]))
-        return [total for _, total in scored]
+        groups, n = len(parts.grouping), self.workload.seq_len
+        if self.options.slot is not None:
+            totals = (slots_for("hexiseq", n, self.options.slot),)
+        elif groups == 1:
+            return [(1.0, next(even_totals(n, 1)))]
+        else:
+            most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups), n // 2)
+            totals = _totals(n, 2 * groups if n >= 4 * groups else groups, most)
+        least = [2 if total >= 2 * groups else 1 for total in totals]
+        return rank_totals(shares.tolist(), parts.counts, totals, least)
 
     def size(self, total: int) -> int:
-        return self.slot or 2 * -(-self.workload.seq_len // (2 * total))
+        return self.options.slot or 2 * -(-self.workload.seq_len // (2 * total))
 
     def round_slots(self, parts: Parts) -> tuple[int, list[int]] | None:
         """Slot and slots per group: fractional shares, rounded so that the largest finish time is least."""
-        shares = parts.shares(self.workload.seq_len)
+        shares = share(parts.classes, parts.counts, self.workload.seq_len)
         if shares is None:
             return None
-        total = next(iter(self.totals(shares)), 0)
-        if total < len(shares):
+        total = next((total for _, total in self.totals(parts, shares.tokens)), 0)
+        groups = len(parts.grouping)
+        if total < groups:
             return None
         slot = self.size(total)
-        room = np.array([cap.sum() // slot for cap in parts.caps])
+        room = np.array([sum(c.caps) // slot for c in parts.classes])
         # Two slots let a group's first foreign slot arrive while its own are computed.
-        counts = np.full(len(shares), 2 if total >= 2 * len(shares) else 1)
-        for _ in range(total - int(counts.sum())):
-            finish = np.where(counts < room, (counts + 1) / shares, np.inf)
-            counts[int(finish.argmin())] += 1
-        return slot, counts.tolist()
+        least = 2 if total >= 2 * groups else 1
+        return slot, round_slots(shares.tokens[parts.index], room[parts.index], total, least)
 
     def program_slots(self, parts: Parts, choice: int = 0) -> tuple[int, list[int]] | None:
         """Slots by the integer program, for the best (or `choice`-next) number of slots."""
-        shares = parts.shares(self.workload.seq_len)
-        if shares is None or len(shares) == 1:
+        shares = share(parts.classes, parts.counts, self.workload.seq_len)
+        if shares is None or len(parts.grouping) == 1:
             return self.round_slots(parts)
-        totals = self.totals(shares)
+        totals = [total for _, total in self.totals(parts, shares.tokens)]
         total = totals[min(choice, len(totals) - 1)] if totals else 0
-        counts = self.program(parts, total, self.size(total)) if total >= len(shares) else None
+        counts = self.program(parts, total, self.size(total)) if total >= len(parts.grouping) else None
         return None if counts is None else (self.size(total), counts)
 
     def program(self, parts: Parts, total: int, slot: int) -> list[int] | None:
-        """Least (slowest attention + slowest linear) over integer slots, one row set per class of equal groups."""
-        classes: dict[tuple, list[int]] = {}
-        for g in range(len(parts.rates)):
-            key = (float(parts.rates[g]), *parts.linear[g].tolist(), *parts.caps[g].tolist())
-            classes.setdefault(key, []).append(g)
+        """Slots of each group by `best_slots`."""
         # The order of the groups does not matter here, so other orders find the answer ready.
-        question = (total, tuple(sorted((key, len(groups)) for key, groups in classes.items())))
+        order = sorted(range(len(parts.classes)), key=lambda i: dataclasses.astuple(parts.classes[i]))
+        classes, numbers = [parts.classes[i] for i in order], [parts.counts[i] for i in order]
+        question = (total, slot, tuple(classes), tuple(numbers))
         if question not in self._programs:
-            self._programs[question] = self.solve_program(dict(question[1]), total, slot)
+            self._programs[question] = best_slots(classes, numbers, total, slot)
         sums = self._programs[question]
         if sums is None:
             return None
-        counts = [0] * len(parts.rates)
-        for key, groups in classes.items():
-            for i, g in enumerate(groups):
-                counts[g] = sums[key] // len(groups) + (i < sums[key] % len(groups))
+        left = {kind: (divmod(n, number)) for kind, n, number in zip(order, sums, numbers, strict=True)}
+        counts, seen = [], dict.fromkeys(order, 0)
+        for kind in parts.index:
+            each, more = left[kind]
+            counts.append(each + (seen[kind] < more))
+            seen[kind] += 1
         return counts
-
-    def solve_program(self, classes: dict[tuple, int], total: int, slot: int) -> dict[tuple, int] | None:
-        """Slots per class; a class is ``(attention seconds, *linear seconds, *caps)`` of a group, with its count."""
-        least = 2 if total >= 2 * sum(classes.values()) else 1
-        model = integer_program()
-        linear, attention = model.add_var(name="linear"), model.add_var(name="attention")
-        sums = []
-        for (rate, *members), count in classes.items():
-            half = len(members) // 2
-            high = model.add_var(var_type=mip.INTEGER, lb=least, ub=total)
-            summed = model.add_var(var_type=mip.INTEGER, lb=least * count, ub=total)
-            model.add_constr(summed <= count * high)
-            model.add_constr(attention >= rate * slot * NANOSECONDS * high)
-            kinds: dict[tuple[float, float], int] = {}
-            for pair in zip(members[:half], members[half:], strict=True):
-                kinds[pair] = kinds.get(pair, 0) + 1
-            tokens = []
-            for (seconds, cap), alike in kinds.items():
-                x = model.add_var(lb=0, ub=cap / slot)  # slots of one such rank
-                model.add_constr(linear >= seconds * slot * NANOSECONDS * x)
-                tokens.append(alike * x)
-            model.add_constr(mip.xsum(tokens) >= high)
-            sums.append(summed)
-        model.add_constr(mip.xsum(sums) == total)
-        model.objective = mip.minimize(linear + attention)
-        model.optimize(max_nodes=MOST_NODES)
-        if not model.num_solutions:
-            return None
-        # Rounding a solver's floats must not lose a slot.
-        found = {key: round(summed.x) for key, summed in zip(classes, sums, strict=True)}
-        return found if sum(found.values()) == total else None
 
     # Tokens ----------------------------------------------------------------------------------------------------
 
@@ -312,100 +479,37 @@ class Search:
         for g, members in enumerate(parts.grouping):
             tokens = slots[g] * slot - (short if g == 0 else 0)
             most = np.minimum(caps[members], tokens).astype(int)
-            sizes = share_tokens(tokens, tuple(self.linear[members].tolist()), tuple(most.tolist()))
+            group = parts.classes[parts.index[g]]
+            sizes = share_tokens(tokens, group.linear, tuple(most.tolist()))
             if sizes is None:
                 return None
-            counts.append((slots[g], list(zip(members, sizes, parts.heads[g], strict=True))))
+            counts.append((slots[g], list(zip(members, sizes, group.heads, strict=True))))
         return counts
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Parts:
-    """Groups as sharing slots sees them: heads cut, attention seconds per group token, and per member linear seconds
-    per token and the most tokens it can hold."""
+    """Groups as sharing slots sees them.
+
+    Attributes:
+        classes, counts: the classes of groups, and how many groups are of each.
+        index: class of each group.
+        members: of one group of each class.
+    """
 
     grouping: Grouping
-    heads: list[tuple[int, ...]]
-    rates: np.ndarray
-    linear: list[np.ndarray]
-    caps: list[np.ndarray]
-
-    def shares(self, total: int) -> np.ndarray | None:
-        """Fractional tokens of each group for the least (slowest attention + slowest linear), or None if too many.
-
-        With ``ratio`` = attention time / linear time the sum is linear between the ratios at which some group is
-        balanced in itself, so the optimum is at one of them.
-        """
-        balance = sorted({round(float(rate * (1 / lin).sum()), 15) for rate, lin in
-                          zip(self.rates, self.linear, strict=True)})  # fmt: skip
-        rates = np.array([(1 / lin).sum() for lin in self.linear])
-        best: tuple[float, np.ndarray] | None = None
-        for ratio in balance:
-            high = total / float(np.minimum(ratio / self.rates, rates).sum())
-            if self._held(high, ratio).sum() < total * (1 - 1e-12):  # some cap binds: the level is higher, by bisection
-                low = high
-                while self._held(high, ratio).sum() < total:
-                    high *= 2
-                    if high > 1e12:
-                        return None
-                for _ in range(60):
-                    middle = (low + high) / 2
-                    low, high = (low, middle) if self._held(middle, ratio).sum() >= total else (middle, high)
-            held = self._held(high, ratio)
-            time = high + float((held * self.rates).max())
-            if best is None or time < best[0] * (1 - 1e-12):
-                best = time, held
-        return np.maximum(best[1], 1e-9) if best else None
-
-    def _held(self, linear: float, ratio: float) -> np.ndarray:
-        capacity = np.array(
-            [np.minimum(cap, linear / lin).sum() for cap, lin in zip(self.caps, self.linear, strict=True)]
-        )
-        return np.minimum(capacity, ratio * linear / self.rates)
+    classes: list[GroupClass]
+    counts: list[int]
+    index: list[int]
+    members: list[list[int]]
 
 
-def groupings(places: Sequence[Place]) -> list[Grouping]:
-    """Ways to form groups, ranks by index in `places`; weakly connected nodes innermost."""
-    nodes: dict[int, list[int]] = {}
-    for rank, place in enumerate(places):
-        nodes.setdefault(place.node, []).append(rank)
-    order = sorted(nodes, key=lambda node: (-places[nodes[node][0]].node_class.network_gb_per_s, node))
-    kind = {node: tuple([places[nodes[node][0]].node_class.name, *(places[r].device.type for r in nodes[node])])
-            for node in order}  # fmt: skip
-    options = {signature: node_splits(signature[1:]) for signature in dict.fromkeys(kind.values())}
-    found: list[Grouping] = []
-    product = math.prod(len(choices) for choices in options.values())
-    if product <= 64:
-        combinations = list(itertools.product(*options.values()))
-    else:  # too many kinds of nodes to mix freely: the same way of splitting everywhere
-        widest = max(len(choices) for choices in options.values())
-        combinations = [tuple(c[min(i, len(c) - 1)] for c in options.values()) for i in range(widest)]
-    for combination in combinations:
-        split = dict(zip(options, combination, strict=True))
-        found.append([[nodes[node][i] for i in members] for node in order for members in split[kind[node]]])
-    # Across nodes: mixed groups of equal strength, one device of each kind in turn, and wider runs.
-    by_node = [rank for node in order for rank in nodes[node]]
-    by_speed = sorted(range(len(places)), key=lambda r: (-places[r].device.attention_forward_tflops, r))
-    if len(nodes) > 1:
-        for count in (c for c in range(1, len(places)) if len(places) % c == 0 and len(places) // c <= 16):
-            found.append([sorted(by_speed[i::count]) for i in range(count)])
-            width = len(places) // count
-            found.append([by_node[i * width : (i + 1) * width] for i in range(count)])
-    unique = {tuple(tuple(members) for members in grouping): grouping for grouping in found}
-    return list(unique.values())
-
-
-def node_splits(types: Sequence[str]) -> list[list[list[int]]]:
-    """Partitions of a node's devices: runs and strides of equal size, and one group per type."""
-    n = len(types)
-    kinds = sorted(range(n), key=lambda i: (types.index(types[i]), i))
-    found: list[list[list[int]]] = []
-    for count in (c for c in range(1, n + 1) if n % c == 0):
-        width = n // count
-        found.append([kinds[i * width : (i + 1) * width] for i in range(count)])
-        if len(set(types)) > 1:
-            found.append([sorted(kinds[i::count]) for i in range(count)])
-    if len(set(types)) > 1:
-        found.append([[i for i in range(n) if types[i] == kind] for kind in dict.fromkeys(types)])
-    unique = {tuple(tuple(members) for members in split): split for split in found}
-    return list(unique.values())
+@functools.lru_cache(maxsize=256)
+def _totals(seq_len: int, least: int, most: int) -> tuple[int, ...]:
+    """Numbers of slots that cover the sequence, from `least` to `most`, one of them in any case."""
+    totals: list[int] = []
+    for total in even_totals(seq_len, least):
+        if total > most and totals:
+            break
+        totals.append(total)
+    return tuple(totals)

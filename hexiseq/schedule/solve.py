@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import OutOfMemory
+from hexiseq.cost import Kind, OutOfMemory
 from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Plan, Rival
-from hexiseq.schedule.even import IllegalPolicy, even_grid, exchanges, legal_widths
-from hexiseq.schedule.search import Search
+from hexiseq.schedule.drafts import Draft, draft, written
+from hexiseq.schedule.even import (
+    CONTEXT_FIRST,
+    HEAD_FIRST,
+    IllegalPolicy,
+    even_grid,
+    exchanges,
+    legal_widths,
+)
+from hexiseq.schedule.replicas import Alike, divisions, replica_numbers
+from hexiseq.schedule.search import Job, Options, Search, kind_of
 from hexiseq.workload import Workload
+
+EVEN_POLICIES = ("fast_only", "even", "ring", "ulysses", "usp", "loongtrain")
+EVEN_GRIDS = ("ring", "ulysses", "usp", "loongtrain", "even")  # the narrowest first: errors name it
+TIME_LIMIT_SECONDS = 2.0
+REFINED_DIVISIONS = 2  # divisions into replicas that are searched in full; others by estimate
 
 
 def solve(
@@ -25,22 +42,27 @@ def solve(
     rivals: bool = True,
     slot: int | None = None,
     exchange: str | None = None,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
 ) -> Plan:
     """Make a plan.
 
     Args:
         policy: ``hexiseq``; ``ring``, even tokens in groups of one; ``ulysses``, one group of all, even heads; ``usp``,
-            the best even grid of the two; ``manual``, the given plan, checked against cluster and workload.
+            the best even grid of the two with groups of neighbours; ``loongtrain``, the best even grid with neighbours
+            in a group or next to one another on the ring; ``even``, the best of all these; ``fast_only``, the same on
+            the fastest type of device alone; ``manual``, the given plan, checked against cluster and workload.
         manual: the plan of policy ``manual``.
         drop_devices: whether ``hexiseq`` may leave out devices that make the step slower.
         rivals: whether to predict the other policies too, for the plan's rival rows.
         slot: ring transfer unit in tokens; chosen when None.
         exchange: how KV crosses groups, one of `EXCHANGES`; None or ``auto``: of every plan considered in the end,
             rivals included, whichever is predicted to be faster and fits; a manual plan keeps its own.
+        time_limit_seconds: of wall time, after which ``hexiseq`` takes the best plan it has. Within it the same inputs
+            give the same plan, bit for bit.
 
     Returns:
-        The plan with `predicted`, `bound`, `gap`, `solve_seconds` and `rivals`. The same inputs give the same plan, bit
-        for bit, except `solve_seconds`.
+        The plan with `predicted`, `bound`, `gap`, `solve_seconds` and `rivals`. Where the workload has several
+        sequences the policy chooses the replicas, too: even ones have equally many devices and sequences.
 
     Raises:
         IllegalPolicy: the policy cannot split this job over these devices.
@@ -63,25 +85,35 @@ def solve(
     if manual is not None and exchange not in (None, manual.exchange):
         raise ValueError(f"strategy.exchange is {exchange}, the manual plan's exchange {manual.exchange}; "
                          "set strategy.exchange=auto, or change the plan")  # fmt: skip
+    if (not isinstance(time_limit_seconds, (int, float)) or isinstance(time_limit_seconds, bool)
+            or not 0 < time_limit_seconds < math.inf):  # fmt: skip
+        raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")
     _check_dtype(cluster, workload)
-    plans: dict[str, Plan | ValueError] = {}
-
-    def made(name: str) -> Plan | ValueError:
-        if name not in plans:
-            try:
-                plans[name] = _make(name, cluster, workload, manual, drop_devices, slot, exchange)
-            except (IllegalPolicy, OutOfMemory) as error:
-                plans[name] = error
-        return plans[name]
-
-    chosen = made(policy)
-    if isinstance(chosen, OutOfMemory) and policy != "manual":
-        raise _explain(chosen, cluster, workload, policy, drop_devices, slot, exchange)
-    if isinstance(chosen, ValueError):
-        raise chosen
+    options = Options(slot, exchange, start + time_limit_seconds)
+    found: dict[str, Draft | ValueError] = {}
+    if rivals or policy != "manual":
+        found = even_policies(cluster, workload, options)
+    if policy == "manual":
+        assert manual is not None
+        chosen = _manual(manual, cluster, workload)
+    elif policy == "hexiseq":
+        chosen = _hexiseq(cluster, workload, drop_devices, options, found)
+    else:
+        made = found[policy]
+        if isinstance(made, OutOfMemory):
+            raise _explain(made, cluster, workload, policy, drop_devices, options)
+        if isinstance(made, ValueError):
+            raise made
+        chosen = _written(made, policy, cluster, "the policy takes the fastest type alone")
     rows: tuple[Rival, ...] = ()
     if rivals:
-        rows = tuple(_row(name, made(name)) for name in ("fast_only", "even", "ring", "ulysses", "usp", "hexiseq"))
+        own: Plan | ValueError = chosen
+        if policy != "hexiseq":
+            try:
+                own = _hexiseq(cluster, workload, drop_devices, options, found)
+            except (IllegalPolicy, OutOfMemory) as error:
+                own = error
+        rows = (*(_row(name, found[name]) for name in EVEN_POLICIES), _row("hexiseq", own))
     assert chosen.predicted is not None
     bound = cost.bound(cluster, workload)
     return dataclasses.replace(
@@ -94,94 +126,233 @@ def solve(
     )
 
 
-def _make(
-    name: str,
-    cluster: Cluster,
-    workload: Workload,
-    manual: Plan | None,
-    drop_devices: bool,
-    slot: int | None,
-    exchange: str | None,
-) -> Plan:
-    places = cluster.places
-    if name == "manual":
-        assert manual is not None
-        cost.check_workload(manual, workload)
-        return _checked(manual, cluster, workload, cost.match_places(manual, cluster), manual.exchange)
-    if name == "hexiseq":
-        return _hexiseq(cluster, workload, drop_devices, slot, exchange)
-    if name == "fast_only":
-        fastest = max(cluster.devices, key=lambda d: (d.attention_forward_tflops, d.gemm_tflops))
-        kept = [place for place in places if place.device == fastest]
-        if len(kept) == len(places):
-            raise IllegalPolicy(f"policy fast_only: all devices are {fastest.type}")
-        return _best_even(name, cluster, workload, kept, slot, exchange)
-    if name in ("usp", "even"):
-        return _best_even(name, cluster, workload, places, slot, exchange)
-    width = 1 if name == "ring" else len(places)
-    return _checked(even_grid(name, workload, places, width, slot), cluster, workload, places, exchange)
+def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
+    cost.check_workload(plan, workload)
+    places = cost.match_places(plan, cluster)
+    cost.check_memory(plan, cluster, workload, places)
+    return dataclasses.replace(plan, predicted=cost.predict(plan, cluster, workload, places))
 
 
-def _best_even(
-    name: str, cluster: Cluster, workload: Workload, places: Sequence[Place], slot: int | None, exchange: str | None
-) -> Plan:
-    """The fastest even grid that fits memory."""
-    widths = legal_widths(workload, len(places))
-    if not widths:
-        raise IllegalPolicy(
-            f"policy {name} on {len(places)} ranks: {workload.seq_len} tokens and {workload.model.heads} query / "
-            f"{workload.model.kv_heads} KV heads divide over no even grid; use policy hexiseq or a longer sequence"
-        )
-    best: Plan | None = None
-    lacks: OutOfMemory | None = None
-    for width in widths:
-        try:
-            # Policy names in messages, not in plans: `Plan.policy` knows no rivals.
-            plan = even_grid("usp", workload, places, width, slot)
-            plan = _checked(plan, cluster, workload, places, exchange)
-        except OutOfMemory as error:
-            if lacks is None or error.lacking_gb < lacks.lacking_gb:
-                lacks = error
-            continue
-        if best is None or _seconds(plan) < _seconds(best):
-            best = plan
-    if best is None:
-        assert lacks is not None
-        raise lacks
-    return best
+# Even policies -------------------------------------------------------------------------------------------------
 
 
-def _hexiseq(cluster: Cluster, workload: Workload, drop_devices: bool, slot: int | None, exchange: str | None) -> Plan:
-    everywhere = Search(cluster, cluster.places, workload, slot, exchange)
-    best, kept = everywhere.run(), cluster.places
-    full = best
-    if drop_devices:
-        for places in _subsets(cluster):
-            floor = cost.devices_bound([place.device for place in places], workload)
-            if best is not None and floor >= _seconds(best):
+def even_policies(cluster: Cluster, workload: Workload, options: Options) -> dict[str, Draft | ValueError]:
+    """What each of `EVEN_POLICIES` makes of the job: the fastest of its grids that fits, or why there is none."""
+    fastest = max(cluster.devices, key=lambda d: (d.attention_forward_tflops, d.gemm_tflops))
+    fast = [place for place in cluster.places if place.device == fastest]
+    found = _even_grids(Job(cluster, cluster.places, workload), EVEN_GRIDS, options)
+    if len(fast) == len(cluster.places):
+        found["fast_only"] = IllegalPolicy(f"policy fast_only: all devices are {fastest.type}")
+    else:
+        found["fast_only"] = _even_grids(Job(cluster, fast, workload), ("even",), options)["even"]
+    return {name: found[name] for name in EVEN_POLICIES}
+
+
+def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, Draft | ValueError]:
+    """The fastest even grid of each policy over equal replicas, every grid looked at once."""
+    best: dict[str, Draft] = {}
+    closest: dict[str, Draft] = {}
+    reasons: dict[str, IllegalPolicy] = {}
+
+    def slower(name: str, seconds: float) -> bool:
+        return name in best and best[name].seconds <= seconds
+
+    for division in _even_divisions(job):
+        ranks, floor = division[0].ranks.shape[1], _even_floor(job, division)
+        for width, placement in _grids(ranks, job.workload):
+            wanted = [name for name in names if _belongs(name, width, placement, ranks) and not slower(name, floor)]
+            if not wanted:
                 continue
-            part = Search(cluster, places, workload, slot, exchange)
-            plan = part.run(refine=False)
-            if plan is not None and (best is None or _seconds(plan) < 1.05 * _seconds(best)):
-                plan = part.run()  # rounding alone is within a few percent
-            if plan is not None and (best is None or _seconds(plan) < _seconds(best)):
-                best, kept = plan, tuple(places)
+            try:
+                grids = [_grid(job, alike, wanted[0], width, placement, options) for alike in division]
+            except IllegalPolicy as error:
+                reasons.setdefault(wanted[0], error)
+                continue
+            for exchange in [plan.exchange for plan in exchanges(grids[0], options.exchange)]:
+                kinds = [
+                    kind_of(dataclasses.replace(grid, exchange=exchange), alike.ranks)
+                    for alike, grid in zip(division, grids, strict=True)
+                ]
+                predicted = job.judge(kinds)
+                wanted = [name for name in wanted if not slower(name, predicted.step_seconds)]
+                if not wanted:
+                    break
+                made = draft(job, kinds, predicted)
+                for name in wanted:
+                    if made.lacking_gb <= 0:
+                        best[name] = made
+                    elif name not in closest or made.lacking_gb < closest[name].lacking_gb:
+                        closest[name] = made
+    found: dict[str, Draft | ValueError] = {}
+    for name in names:
+        if name in best:
+            found[name] = best[name]
+        elif name in closest:
+            found[name] = _out_of_memory(closest[name])
+        else:
+            found[name] = reasons.get(name) or _no_grid(name, job)
+    return found
+
+
+def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
+    """Equally many ranks and sequences for every replica: neighbours together, or dealt over all replicas in turn."""
+    ranks, sequences = len(job.places), job.workload.sequences
+    for number in replica_numbers(ranks, sequences):
+        if ranks % number or sequences % number:
+            continue
+        everyone = np.arange(ranks)
+        layouts = [everyone.reshape(number, -1), everyone.reshape(-1, number).T] if number > 1 else [everyone[None]]
+        for rows in layouts:
+            kinds: dict[object, list[np.ndarray]] = {}
+            for row in rows:
+                kinds.setdefault(job.wires.signature(row.tolist()), []).append(row)
+            yield tuple(Alike(np.array(alike), sequences // number) for alike in kinds.values())
+
+
+def _even_floor(job: Job, division: tuple[Alike, ...]) -> float:
+    """Seconds that no even grid over these replicas beats."""
+    return max(
+        cost.even_bound([job.places[r].device for r in alike.ranks[0].tolist()], _of_one(job.workload, alike))
+        for alike in division
+    )
+
+
+def _grids(ranks: int, workload: Workload) -> list[tuple[int, str]]:
+    """Group sizes and placements of even grids, the illegal ones of `ring` and `ulysses` included."""
+    legal = legal_widths(workload, ranks)
+    found = [(width, HEAD_FIRST) for width in sorted({1, *legal, ranks})]
+    return found + [(width, CONTEXT_FIRST) for width in legal if 1 < width < ranks]
+
+
+def _belongs(name: str, width: int, placement: str, ranks: int) -> bool:
+    """Whether a grid is one of a policy's."""
+    if name == "ring":
+        return width == 1
+    if name == "ulysses":
+        return width == ranks
+    return name != "usp" or placement == HEAD_FIRST
+
+
+def _grid(job: Job, alike: Alike, name: str, width: int, placement: str, options: Options) -> Plan:
+    places = [job.places[rank] for rank in alike.ranks[0].tolist()]
+    return even_grid(name, _of_one(job.workload, alike), places, width, options.slot, placement)
+
+
+def _of_one(workload: Workload, alike: Alike) -> Workload:
+    """The workload of one of these replicas."""
+    return dataclasses.replace(workload, sequences=alike.sequences)
+
+
+def _no_grid(name: str, job: Job) -> IllegalPolicy:
+    model = job.workload.model
+    return IllegalPolicy(
+        f"policy {name} on {len(job.places)} ranks: {job.workload.seq_len} tokens and {model.heads} query / "
+        f"{model.kv_heads} KV heads divide over no even grid; use policy hexiseq or a longer sequence"
+    )
+
+
+# The uneven policy ---------------------------------------------------------------------------------------------
+
+
+def _hexiseq(
+    cluster: Cluster, workload: Workload, drop_devices: bool, options: Options, even: Mapping[str, Draft | ValueError]
+) -> Plan:
+    """The fastest plan, of all devices or a part of them; never slower than the even ones."""
+    everyone = Job(cluster, cluster.places, workload)
+    best, misfit = _search(everyone, options, refine=True)
+    seed = even["even"]
+    if isinstance(seed, Draft) and (best is None or seed.seconds < best.seconds):
+        best = seed
+    full, fast = best, even["fast_only"]
+    if drop_devices and isinstance(fast, Draft) and (best is None or fast.seconds < best.seconds):
+        best = fast
+    for places in _subsets(cluster) if drop_devices else ():
+        if options.late() and best is not None:
+            break
+        floor = cost.devices_bound([place.device for place in places], workload)
+        if best is not None and floor >= best.seconds:
+            continue
+        job = Job(cluster, places, workload)
+        part, _ = _search(job, options, refine=False)
+        if part is not None and (best is None or part.seconds < 1.05 * best.seconds):
+            part, _ = _search(job, options, refine=True)  # rounding alone is within a few percent
+        if part is not None and (best is None or part.seconds < best.seconds):
+            best = part
     if best is None:
-        if everywhere.misfit is None:
+        if misfit is None and isinstance(seed, OutOfMemory):
+            raise _explain(seed, cluster, workload, "hexiseq", drop_devices, options)
+        if misfit is None:
             raise IllegalPolicy(
                 f"policy hexiseq: {workload.seq_len} tokens are too few for {len(cluster.places)} devices; use a "
                 "longer sequence or fewer devices"
             )
-        cost.check_memory(everywhere.misfit, cluster, workload, cluster.places)
-        raise AssertionError("a plan that does not fit passed the memory check")
-    inside = {place.index for place in kept}
+        raise _explain(_out_of_memory(misfit), cluster, workload, "hexiseq", drop_devices, options)
     why = "the job does not fit memory with it" if full is None else (
-        f"the step is slower with it: {_seconds(full):.4g} s against {_seconds(best):.4g} s"
+        f"the step is slower with it: {full.seconds:.4g} s against {best.seconds:.4g} s"
     )  # fmt: skip
-    excluded = tuple(
+    return _written(best, "hexiseq", cluster, why)
+
+
+def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Draft | None]:
+    """The fastest division into replicas that fits, and else the one that lacks least memory."""
+    candidates = []
+    for index, division in enumerate(divisions(job)):
+        searches = [Search(job, alike.ranks, alike.sequences, options) for alike in division]
+        floor = max(cost.compute_bound([p.device for p in s.places], s.workload) for s in searches)
+        candidates.append((floor, index, searches))
+    best: Draft | None = None
+    closest: Draft | None = None
+    if len(candidates) > 1:
+        estimated: list[tuple[float, int, list[Search]]] = []
+        for floor, index, searches in candidates:
+            if estimated and (floor >= 1.1 * min(estimated)[0] or options.late()):
+                continue
+            estimated.append((max(search.rank_groupings()[0][0] for search in searches), index, searches))
+        candidates = sorted(estimated, key=lambda item: item[:2])
+    for place, (_, _, searches) in enumerate(candidates):
+        if best is not None and (place >= REFINED_DIVISIONS or options.late()):
+            break
+        found, fits = _laid_out(job, searches, refine)
+        if found is not None and fits and (best is None or found.seconds < best.seconds):
+            best = found
+        elif found is not None and not fits and (closest is None or found.lacking_gb < closest.lacking_gb):
+            closest = found
+    return best, closest
+
+
+def _laid_out(job: Job, searches: Sequence[Search], refine: bool) -> tuple[Draft | None, bool]:
+    """All kinds of replicas laid out, with the slot, fusion and exchange of the first; whether they fit."""
+    kinds: list[Kind] = []
+    for search in searches:
+        if kinds:
+            first = kinds[0].plan
+            search.options = dataclasses.replace(search.options, slot=first.slot, exchange=first.exchange)
+        plan = search.run(refine) or search.misfit
+        if plan is None:
+            return None, False
+        if kinds:
+            plan = dataclasses.replace(plan, fusion=kinds[0].plan.fusion)
+        kinds.append(search.kind(plan))
+    found = draft(job, kinds, job.judge(kinds))
+    return found, found.lacking_gb <= 0
+
+
+def _out_of_memory(found: Draft) -> OutOfMemory:
+    """The error of a draft that does not fit."""
+    job = found.job
+    try:
+        cost.check_memory(written(found, "hexiseq"), job.cluster, job.workload, job.places)
+    except OutOfMemory as error:
+        return error
+    raise AssertionError("a plan that does not fit passed the memory check")
+
+
+def _written(found: Draft, policy: str, cluster: Cluster, why: str) -> Plan:
+    """The plan, with what it leaves out of the cluster."""
+    inside = {place.index for place in found.job.places}
+    return written(found, policy, tuple(
         ExcludedDevice(place.device.type, place.node_name, why) for place in cluster.places if place.index not in inside
-    )
-    return dataclasses.replace(best, policy="hexiseq", excluded=excluded)
+    ))  # fmt: skip
 
 
 def _subsets(cluster: Cluster) -> list[list[Place]]:
@@ -195,43 +366,20 @@ def _subsets(cluster: Cluster) -> list[list[Place]]:
     return [places for indices, places in unique.items() if 0 < len(indices) < len(cluster.places)]
 
 
-def _checked(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place], exchange: str | None) -> Plan:
-    """The plan with its prediction, by the faster exchange that fits where that is open. Raises OutOfMemory."""
-    found, lacks = [], []
-    for candidate in exchanges(plan, exchange):
-        try:
-            cost.check_memory(candidate, cluster, workload, places)
-        except OutOfMemory as error:
-            lacks.append(error)
-            continue
-        predicted = cost.predict(candidate, cluster, workload, places)
-        found.append(dataclasses.replace(candidate, predicted=predicted))
-    if not found:
-        raise min(lacks, key=lambda error: error.lacking_gb)
-    return min(found, key=_seconds)
-
-
 def _explain(
-    error: OutOfMemory,
-    cluster: Cluster,
-    workload: Workload,
-    policy: str,
-    drop_devices: bool,
-    slot: int | None,
-    exchange: str | None,
+    error: OutOfMemory, cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options
 ) -> OutOfMemory:
     """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
-    fits, full_fits = _longest(cluster, workload, policy, drop_devices, slot, exchange), 0
+    fits, full_fits = _longest(cluster, workload, policy, drop_devices, options), 0
     if fits < 2 and workload.recompute != "full":
         full = dataclasses.replace(workload, recompute="full")
-        full_fits = _longest(cluster, full, policy, drop_devices, slot, exchange)
+        full_fits = _longest(cluster, full, policy, drop_devices, options)
     return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits)
 
 
-def _longest(
-    cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, slot: int | None, exchange: str | None
-) -> int:
+def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:
     """Largest length of a fixed grid, a hundredth fine, that fits; 0 when none does."""
+    slot, options = options.slot, dataclasses.replace(options, deadline=math.inf)
     parts: list[Sequence[Place]] = [cluster.places]
     if policy == "hexiseq" and drop_devices:
         parts += _subsets(cluster)
@@ -252,8 +400,12 @@ def _longest(
                 continue
             try:
                 if policy != "hexiseq":
-                    _make(policy, cluster, shorter, None, False, slot, exchange)
-                elif Search(cluster, places, shorter, slot, exchange).run(refine=False) is None:
+                    if isinstance(even_policies(cluster, shorter, options)[policy], ValueError):
+                        continue
+                elif (
+                    isinstance(even_policies(cluster, shorter, options)["even"], ValueError)
+                    and _search(Job(cluster, places, shorter), options, refine=False)[0] is None
+                ):
                     continue
             except ValueError:
                 continue
@@ -277,16 +429,11 @@ def _longest(
     return length(low) if low and length(low) >= 2 else 0
 
 
-def _row(name: str, found: Plan | ValueError) -> Rival:
-    if isinstance(found, Plan):
-        assert found.predicted is not None
-        return Rival(name, "ok", found.predicted.step_seconds, found.predicted.tokens_per_second)
-    return Rival(name, "out_of_memory" if isinstance(found, OutOfMemory) else "illegal", reason=str(found))
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
+def _row(name: str, found: Draft | Plan | ValueError) -> Rival:
+    if isinstance(found, ValueError):
+        return Rival(name, "out_of_memory" if isinstance(found, OutOfMemory) else "illegal", reason=str(found))
+    assert found.predicted is not None
+    return Rival(name, "ok", found.predicted.step_seconds, found.predicted.tokens_per_second)
 
 
 def _check_dtype(cluster: Cluster, workload: Workload) -> None:

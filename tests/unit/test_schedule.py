@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import time
 
@@ -18,7 +19,9 @@ from hexiseq.plan import EXCHANGES, Plan, fits_slots, fragments
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
-from hexiseq.schedule.search import Parts, Search, groupings
+from hexiseq.schedule.groups import Nodes
+from hexiseq.schedule.search import Job, Options, Search
+from hexiseq.schedule.shares import GroupClass, best_slots, share
 from hexiseq.workload import ModelShape, Workload
 
 
@@ -68,7 +71,7 @@ def test_fast_devices_get_more_and_nothing_beats_the_bound():
     assert plan.predicted.step_seconds == pytest.approx(plan.bound.step_seconds * (1 + plan.gap))
     assert 0 <= plan.gap < 0.05
     rows = {rival.name: rival for rival in plan.rivals}
-    assert list(rows) == ["fast_only", "even", "ring", "ulysses", "usp", "hexiseq"]
+    assert list(rows) == ["fast_only", "even", "ring", "ulysses", "usp", "loongtrain", "hexiseq"]
     assert rows["hexiseq"].step_seconds == plan.predicted.step_seconds
     assert rows["usp"].step_seconds > 1.5 * plan.predicted.step_seconds
     assert rows["even"].step_seconds == min(r.step_seconds for n, r in rows.items() if n in ("ring", "ulysses", "usp"))
@@ -432,13 +435,13 @@ def test_equal_members_and_even_cuts_need_no_solver(monkeypatch):
 @given(seed=st.integers(0, 10_000))
 def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
     rng = random.Random(seed)
-    grouping = [[0], [1, 2], [3]]
-    rates = np.array([rng.uniform(0.5, 4) for _ in grouping])
-    linear = [np.array([rng.uniform(0.5, 4) for _ in members]) for members in grouping]
-    caps = [np.array([float(rng.choice((30, 60, 500))) for _ in members]) for members in grouping]
-    parts = Parts(grouping, [[9]] * 3, rates, linear, caps)
+    widths = (1, 2, 1)
+    rates = np.array([rng.uniform(0.5, 4) for _ in widths])
+    linear = [np.array([rng.uniform(0.5, 4) for _ in range(width)]) for width in widths]
+    caps = [np.array([float(rng.choice((30, 60, 500))) for _ in range(width)]) for width in widths]
+    classes = [GroupClass((9,) * width, float(rate), tuple(lin.tolist()), tuple(cap.tolist()))
+               for width, rate, lin, cap in zip(widths, rates, linear, caps, strict=True)]  # fmt: skip
     total, slot = 12, 10
-    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(total * slot), None, None)
 
     def finish(counts):
         slowest = []
@@ -452,20 +455,21 @@ def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
 
     options = [(a, b, total - a - b) for a in range(2, 9) for b in range(2, 9) if total - a - b >= 2]
     best = min(map(finish, options))
-    found = search.program(parts, total, slot)
+    found = best_slots(classes, [1, 1, 1], total, slot)
     if np.isinf(best):
         assert found is None
         return
     assert sum(found) == total
     assert finish(found) == pytest.approx(best, rel=1e-3)
-    shares = parts.shares(total * slot)
+    shares = share(classes, [1, 1, 1], total * slot).tokens
     assert shares.sum() == pytest.approx(total * slot)
-    assert all(share <= cap.sum() * (1 + 1e-9) for share, cap in zip(shares, caps, strict=True))
+    assert all(tokens <= cap.sum() * (1 + 1e-9) for tokens, cap in zip(shares, caps, strict=True))
 
 
 @pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0, 1.0), [3, 3, 3]), ((1.0, 0.5, 0.25), [1, 3, 5])])
 def test_heads_follow_attention_speed(rates, expected):
-    search = Search(CPU_MIXED, CPU_MIXED.places, small_job(), None, None)
+    job = Job(CPU_MIXED, CPU_MIXED.places, small_job())
+    search = Search(job, np.arange(3)[None], 1, Options(None, None, math.inf))
     search.attention = np.array(rates)
     search.launch = np.zeros(3)
     found = search.cut_heads([0, 1, 2], 1000.0, np.full(3, 9))
@@ -484,7 +488,8 @@ def test_slots_exist_for_every_length():
         assert next(even_totals(seq_len, 1), None) is not None or seq_len < 4
     assert legal_widths(job(), 8) == [1, 2, 4, 8]
     assert legal_widths(small_job(), 3) == [1, 3]
-    seen = groupings(mixed().places)
+    nodes = Nodes(mixed().places)
+    seen = [*(nodes.grouping(chosen) for chosen in nodes.starts()), *nodes.across()]
     assert [[0, 1, 2, 3], [4, 5, 6, 7]] in seen
     assert [[i] for i in range(8)] in seen
     assert all(sorted(r for group in grouping for r in group) == list(range(8)) for grouping in seen)

@@ -1,0 +1,135 @@
+"""Ways to divide a job's devices into replicas, and its sequences over them.
+
+All replicas run the same number of micro-steps; a stronger one takes more sequences inside each. Replicas on devices
+and nodes alike are searched once, so that a division of thousands of devices is as cheap as one of its replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq import cost
+from hexiseq.schedule.search import Job
+
+LARGEST = 512  # ranks of a replica that is tried where smaller ones are possible
+MOST_NUMBERS = 8  # numbers of replicas that are tried
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Replicas on devices and nodes alike, with equally many sequences: ranks of the job ``[count, width]``."""
+
+    ranks: np.ndarray
+    sequences: int
+
+
+def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
+    """Divisions worth a try: a part of each kind of node for every replica, or replicas of one kind of node each."""
+    seen = set()
+    for number in replica_numbers(len(job.places), job.workload.sequences):
+        for replicas in (_mixed(job, number), _by_kind(job, number)):
+            key = tuple(sorted(map(tuple, replicas)))
+            if len(replicas) == number and key not in seen:
+                seen.add(key)
+                yield _with_sequences(job, replicas)
+
+
+def replica_numbers(ranks: int, sequences: int) -> list[int]:
+    """Numbers of replicas, each with a rank and a sequence at least: powers of two, and divisors of the sequences."""
+    most = min(ranks, sequences)
+    numbers = {
+        1,
+        most,
+        *(2**i for i in range(most.bit_length())),
+        *(n for n in range(1, most + 1) if not sequences % n),
+    }
+    found = sorted(number for number in numbers if number <= most)
+    small = [number for number in found if ranks <= LARGEST * number] or found[-1:]
+    if len(small) > MOST_NUMBERS:  # as far apart from one another as they come
+        picked = np.linspace(0, len(small) - 1, MOST_NUMBERS).round().astype(int)
+        small = [small[i] for i in picked.tolist()]
+    return small
+
+
+def _nodes(job: Job) -> list[list[list[int]]]:
+    """Ranks of each node, by kind of node."""
+    members: dict[int, list[int]] = {}
+    for rank, place in enumerate(job.places):
+        members.setdefault(place.node, []).append(rank)
+    kinds: dict[tuple, list[list[int]]] = {}
+    for ranks in members.values():
+        kinds.setdefault((id(job.places[ranks[0]].node_class), *job.device[ranks].tolist()), []).append(ranks)
+    return list(kinds.values())
+
+
+def _mixed(job: Job, number: int) -> list[list[int]]:
+    """Every replica its part of every kind of node, whole nodes if there are enough; else parts of nodes."""
+    kinds = _nodes(job)
+    nodes = sum(map(len, kinds))
+    if number > nodes:
+        return _inside(job, kinds, number)
+    replicas: list[list[int]] = [[] for _ in range(number)]
+    for turn, kind in enumerate(kinds):
+        for r in range(number):
+            # Kinds start their rounding elsewhere, so that no replica gets the odd node of them all.
+            start, end = (((r + i) * len(kind) + turn * number // len(kinds)) // number for i in (0, 1))
+            for ranks in kind[start:end]:
+                replicas[r] += ranks
+    return [sorted(ranks) for ranks in replicas if ranks]
+
+
+def _inside(job: Job, kinds: list[list[list[int]]], number: int) -> list[list[int]]:
+    """Each node cut into as many replicas, with devices of each type in turn; none where nodes do not divide."""
+    nodes = [ranks for kind in kinds for ranks in kind]
+    if number % len(nodes) or any(len(ranks) % (number // len(nodes)) for ranks in nodes):
+        return []
+    parts = number // len(nodes)
+    found = []
+    for ranks in nodes:
+        by_type = sorted(ranks, key=lambda r: (job.device[r], r))
+        found += [sorted(by_type[i::parts]) for i in range(parts)]
+    return found
+
+
+def _by_kind(job: Job, number: int) -> list[list[int]]:
+    """Replicas of one kind of node each, kinds with more compute in more replicas."""
+    kinds = _nodes(job)
+    if len(kinds) == 1 or number < len(kinds) or number > sum(map(len, kinds)):
+        return []
+    one = dataclasses.replace(job.workload, sequences=1)
+    strength = [1 / cost.compute_bound([job.places[r].device for ranks in kind for r in ranks], one) for kind in kinds]
+    counts = [1] * len(kinds)
+    for _ in range(number - len(kinds)):
+        weakest = [s / c if c < len(kind) else 0.0 for s, c, kind in zip(strength, counts, kinds, strict=True)]
+        counts[max(range(len(kinds)), key=lambda i: (weakest[i], -i))] += 1
+    found = []
+    for kind, count in zip(kinds, counts, strict=True):
+        for r in range(count):
+            nodes = kind[r * len(kind) // count : (r + 1) * len(kind) // count]
+            found.append(sorted(rank for ranks in nodes for rank in ranks))
+    return [ranks for ranks in found if ranks]
+
+
+def _with_sequences(job: Job, replicas: Sequence[list[int]]) -> tuple[Alike, ...]:
+    """Sequences one by one to the replica that would finish first, alike replicas together."""
+    one = dataclasses.replace(job.workload, sequences=1)
+    seconds: dict[Hashable, float] = {}
+    signatures = [job.wires.signature(ranks) for ranks in replicas]
+    for signature, ranks in zip(signatures, replicas, strict=True):
+        if signature not in seconds:
+            seconds[signature] = cost.compute_bound([job.places[r].device for r in ranks], one)
+    each = np.array([seconds[signature] for signature in signatures])
+    level = max(0.0, (job.workload.sequences - len(replicas)) / float((1 / each).sum()))
+    counts = np.maximum(1, np.floor(level / each)).astype(int)
+    while counts.sum() > job.workload.sequences:
+        counts[int(np.where(counts > 1, counts * each, -np.inf).argmax())] -= 1
+    for _ in range(job.workload.sequences - int(counts.sum())):
+        counts[int(((counts + 1) * each).argmin())] += 1
+    found: dict[tuple, list[list[int]]] = {}
+    for signature, ranks, count in zip(signatures, replicas, counts.tolist(), strict=True):
+        found.setdefault((signature, count), []).append(ranks)
+    return tuple(Alike(np.array(rows), count) for (_, count), rows in found.items())
