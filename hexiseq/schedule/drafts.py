@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hexiseq import cost
 from hexiseq.cost import Kind
 from hexiseq.plan import ExcludedDevice, Group, Plan, Prediction, RankDevice, Replica, Shard
-from hexiseq.schedule.search import Job
+from hexiseq.schedule.estimate import Job
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hexiseq import cost
-from hexiseq.schedule.search import Job
+from hexiseq.schedule.estimate import Alike, Job
 
 LARGEST = 512  # ranks of a replica that is tried where smaller ones are possible
 MOST_NUMBERS = 8  # numbers of replicas that are tried
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Replicas on devices and nodes alike, with equally many sequences: ranks of the job ``[count, width]``."""
-
-    ranks: np.ndarray
-    sequences: int
 
 
 def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:

@@ -12,15 +12,15 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from hexiseq import cost
-from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import Kind, Wires
-from hexiseq.plan import Plan, Prediction, fits_slots, kv_heads
+from hexiseq.cost import Kind
+from hexiseq.plan import Plan, fits_slots
+from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, kind_of, ring_seconds
 from hexiseq.schedule.even import (
     Counts,
     build_plan,
@@ -31,10 +31,9 @@ from hexiseq.schedule.even import (
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
-from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
 
-FUSED_TOKENS = 32768  # of one kernel call, which makes merging cheap
-FEWER_TOKENS = 8192  # the same where memory is tight; below it merging costs more than a tenth of attention
+# Of one kernel call instead of `FUSED_TOKENS` where memory is tight; below it merging costs a tenth of attention.
+FEWER_TOKENS = 8192
 MOST_FUSED = 16  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
@@ -58,67 +57,26 @@ class Options:
         return time.perf_counter() > self.deadline
 
 
-class Job:
-    """Devices that work together: a cluster or a part of it, one rank each."""
-
-    def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload) -> None:
-        self.cluster, self.places, self.workload = cluster, tuple(places), workload
-        self.wires = Wires(cluster, self.places)
-        devices = list({id(place.device): place.device for place in self.places}.values())
-        self.device = np.array([next(i for i, d in enumerate(devices) if d is p.device) for p in self.places])
-        self.capacity = np.array([cost.token_capacity(d, workload, len(self.places)) for d in devices])[self.device]
-
-    def judge(self, kinds: Sequence[Kind]) -> Prediction:
-        """Step time of replicas of these kinds, without memory."""
-        return cost.assess(kinds, self.wires, self.workload)
-
-    def memory(self, kinds: Sequence[Kind]) -> tuple[np.ndarray, np.ndarray]:
-        """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
-        return cost.alike_memory_gb(kinds, self.workload, self.places)
-
-
-def kind_of(plan: Plan, ranks: np.ndarray) -> Kind:
-    """Replicas laid out by a plan of one: its rank ``r`` is ``ranks[:, r]``."""
-    return Kind(plan, plan.replicas[0], ranks[:, list(plan.replicas[0].ranks)])
-
-
 class Search:
-    """Best layout of a replica, of which the job has several that are alike.
+    """Best layout of a replica, of which the job has several that are alike."""
 
-    Args:
-        ranks: of the job, of these replicas ``[count, width]``.
-        sequences: of one replica in a micro-step.
-    """
-
-    def __init__(self, job: Job, ranks: np.ndarray, sequences: int, options: Options) -> None:
-        self.job, self.ranks, self.options = job, ranks, options
-        self.places = [job.places[rank] for rank in ranks[0].tolist()]
-        self.workload = workload = dataclasses.replace(job.workload, sequences=sequences)
-        self.wires = Wires(job.cluster, self.places)
-        model = workload.model
-        devices = [place.device for place in self.places]
-        forwards, linears = cost.passes(workload.recompute)
-        per_token = model.layers * linears * linear_flops(model) + (1 + cost.BACKWARD_LINEAR) * head_flops(model)
+    def __init__(self, job: Job, alike: Alike, options: Options) -> None:
+        self.job, self.alike, self.options = job, alike, options
+        ranks = alike.ranks[0]
+        self.places = [job.places[rank] for rank in ranks.tolist()]
+        self.workload = dataclasses.replace(job.workload, sequences=alike.sequences)
         # Seconds of a micro-step: per token of a rank, and per token of its group and head of the rank.
-        self.linear = np.array([sequences * per_token / (device.gemm_tflops * 1e12) for device in devices])
-        flops = sequences * attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
-        self.forward, self.backward = (
-            np.array([flops * work / (getattr(d, rate) * 1e12) for d in devices])
-            for work, rate in ((1, "attention_forward_tflops"), (cost.BACKWARD_ATTENTION, "attention_backward_tflops"))
-        )
-        # Merging, the same per kernel call.
-        merged = model.layers * sequences * model.head_dim * (8 + workload.element_bytes)
-        self.merge = merged / np.array([device.hbm_gb_per_s * 1e9 for device in devices])
-        self.forwards = forwards
-        self.attention = (
-            forwards * self.forward + self.backward + (forwards + 1) * self.calls(FUSED_TOKENS) * self.merge
-        )
-        self.launch = np.array([model.layers * (1 + forwards) * device.launch_us * 1e-6 for device in devices])
-        self.capacity = job.capacity[ranks[0]] / sequences
-        # Members of groups are alike if these are, and if their nodes are.
-        self.alike = [(int(device), id(place.node_class)) for device, place in
-                      zip(job.device[ranks[0]], self.places, strict=True)]  # fmt: skip
-        self._traffic: dict[tuple, tuple[float, np.ndarray]] = {}
+        device, sequences = job.device[ranks], alike.sequences
+        self.linear = sequences * job.linear[device]
+        self.forward, self.backward = sequences * job.forward[device], sequences * job.backward[device]
+        self.merge, self.launch = sequences * job.merge[device], job.launch[device]
+        merging = (job.forwards + 1) * job.calls(FUSED_TOKENS) * self.merge
+        self.attention = job.forwards * self.forward + self.backward + merging
+        self.capacity = job.capacity[ranks] / sequences
+        self.port, self.node = job.wires.port[ranks], np.unique(job.wires.node[ranks], return_inverse=True)[1]
+        self.nic = np.zeros(int(self.node.max()) + 1)
+        self.nic[self.node] = job.wires.nic[job.wires.node[ranks]]
+        self.exchange = Exchange(job, ranks)
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
         self._ranked: list[tuple[float, Grouping]] | None = None
         self.best: Plan | None = None
@@ -126,13 +84,9 @@ class Search:
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
         self.lacking = math.inf
 
-    def calls(self, tokens: float) -> float:
-        """Kernel calls over a group's tokens, each for so many foreign tokens: half of all foreign slots are halves."""
-        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS, tokens))
-
     def kind(self, plan: Plan) -> Kind:
         """These replicas, laid out by a plan of one of them."""
-        return kind_of(plan, self.ranks)
+        return kind_of(plan, self.alike.ranks)
 
     def run(self, refine: bool = True) -> Plan | None:
         """The best plan of one replica that fits memory, or None. Without `refine`, only by rounding."""
@@ -216,83 +170,33 @@ class Search:
         if not totals or totals[0][1] < len(grouping):
             return math.inf
         forward = backward = all_to_all = 0.0
+        heads = []
         for tokens, group, members in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
-            merge = self.calls(tokens) * self.merge[members]
-            heads = tokens * np.array(group.heads)
-            forward = max(forward, float((heads * (self.forward[members] + merge)).max()))
-            backward = max(backward, float((heads * (self.backward[members] + merge)).max()))
-            all_to_all = max(all_to_all, tokens * self.exchange_seconds(members, group.heads)[0])
-        kv, kv_and_dkv, nic = self.kv_seconds(grouping, parts, shares.tokens[parts.index])
+            merge = self.job.calls(tokens) * self.merge[members]
+            work = tokens * np.array(group.heads)
+            forward = max(forward, float((work * (self.forward[members] + merge)).max()))
+            backward = max(backward, float((work * (self.backward[members] + merge)).max()))
+            seconds, kv = self.exchange.of(members, group.heads)
+            all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
+            heads.append(kv)
+        ring, ranks = self.ring(grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
+        kv_forward, kv_backward, nic = (
+            self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[ranks], self.nic)
+        )
         rounding = totals[0][0]
-        forward, backward = max(rounding * forward, kv), max(rounding * backward, kv_and_dkv)
-        return max(rounding * shares.linear_seconds + all_to_all + self.forwards * forward + backward, nic)
+        forward, backward = max(rounding * forward, kv_forward), max(rounding * backward, kv_backward)
+        return max(rounding * shares.linear_seconds + all_to_all + self.job.forwards * forward + backward, nic)
 
-    def exchange_seconds(self, members: list[int], heads: tuple[int, ...]) -> tuple[float, np.ndarray]:
-        """All-to-all seconds of a micro-step per token of the group, all of them together; the members' KV heads."""
-        first: dict[int, int] = {}
-        nodes = tuple(first.setdefault(self.places[r].node, len(first)) for r in members)
-        key = (tuple(self.alike[r] for r in members), nodes, heads)
-        if key not in self._traffic:
-            model, size = self.workload.model, self.workload.element_bytes
-            ends = np.cumsum(heads)
-            ratio = model.heads // model.kv_heads
-            kv = np.array([float(np.diff(kv_heads((int(e) - h, int(e)), ratio))[0])
-                           for h, e in zip(heads, ends, strict=True)])  # fmt: skip
-            seconds = 0.0
-            if len(members) > 1:
-                part = (1 / self.linear[members]) / (1 / self.linear[members]).sum()
-                h = np.array(heads, float)
-                wires = Wires(self.job.cluster, [self.places[r] for r in members])
-                # The other ranks of these nodes are in groups alike, through the same NICs.
-                sharing = np.bincount(self.wires.node)[np.unique(self.wires.node[members])]
-                wires.nic = wires.nic * np.bincount(wires.node) / sharing
-                unit = model.layers * model.head_dim * self.workload.sequences * size
-
-                def busy(sent: np.ndarray, received: np.ndarray) -> float:
-                    matrix = np.outer(sent, received) * unit
-                    np.fill_diagonal(matrix, 0.0)
-                    return wires.seconds(matrix)
-
-                into, out = busy(part, h + 2 * kv), busy(h, part)
-                seconds = self.forwards * (into + out) + busy(part, 3 * h + 2 * kv) + busy(h + 2 * kv, part)
-            self._traffic[key] = seconds, kv
-        return self._traffic[key]
-
-    def kv_seconds(self, grouping: Grouping, parts: Parts, tokens: np.ndarray) -> tuple[float, float, float]:
-        """Ring seconds of all layers' KV: of one forward pass, of backward, and of all passes on the busiest NIC."""
-        if len(grouping) == 1:
-            return 0.0, 0.0, 0.0
-        model, size = self.workload.model, self.workload.element_bytes
-        unit = 2 * model.layers * model.head_dim * self.workload.sequences * size
-        gradients = cost.accumulator_bytes(self.workload) / size
-        # From the group after it a group receives inner slots whole and outer ones as front halves.
-        outer = np.cumsum(tokens) - tokens
-        received = unit * (tokens.sum() - tokens - outer / 2)
-        each = [self.exchange_seconds(m, c.heads)[1] for m, c in zip(parts.members, parts.classes, strict=True)]
-        kv = np.concatenate([each[i] for i in parts.index])
-        flat = np.concatenate([np.array(members) for members in grouping])
-        home = np.repeat(np.arange(len(grouping)), [len(members) for members in grouping])
-        node = self.wires.node[flat]
-        # A rank's heads come from the member of the next group that stands where it stands in its own.
+    def ring(self, grouping: Grouping, tokens: np.ndarray, heads: list[np.ndarray]) -> tuple[Ring, np.ndarray]:
+        """The groups' ring, and the ranks in its order."""
         width = np.array([len(members) for members in grouping])
         begins = np.cumsum(width) - width
+        home = np.repeat(np.arange(len(grouping)), width)
         following = np.roll(np.arange(len(grouping)), -1)[home]
-        where = (np.arange(len(flat)) - begins[home] + 0.5) / width[home]
-        crosses = node[begins[following] + (where * width[following]).astype(int)] != node
-        moved = received[home] * kv
-        # Group 0 sends back halves' gradients straight home, to other nodes if there are any.
-        direct = np.where(home == 0, unit * gradients * (tokens.sum() - tokens[0]) / 2 * kv, 0.0)
-        one_node = len(self.wires.nic) == 1
-        port, nic = self.wires.port[flat], self.wires.nic
-        near = np.where(crosses, 0.0, moved)
-        far = np.bincount(node, np.where(crosses, moved, 0.0), minlength=len(nic))
-        far_back = (1 + gradients) * far + (0.0 if one_node else np.bincount(node, direct, minlength=len(nic)))
-        near_back = (1 + gradients) * near + (direct if one_node else 0.0)
-        forward, backward = (
-            max(float((inside / port).max()), float((between / nic).max()))
-            for inside, between in ((near, far), (near_back, far_back))
-        )
-        return forward, backward, float(((self.forwards * far + far_back) / nic).max())
+        where = (np.arange(len(home)) - begins[home] + 0.5) / width[home]
+        partner = begins[following] + (where * width[following]).astype(int)
+        ranks = np.array([rank for members in grouping for rank in members])
+        return Ring(home, partner, self.node[ranks], np.concatenate(heads), tokens), ranks
 
     # Layouts ---------------------------------------------------------------------------------------------------
 
@@ -321,14 +225,13 @@ class Search:
                 break
             # A call can only fuse slots that have arrived; a group holds about its own number of them.
             most = max(1, min(max(slots) - 1, MOST_FUSED))
-            for tokens in (FUSED_TOKENS, FEWER_TOKENS):
-                fusion = max(1, min(round(tokens / slot), most))
-                if plan is None or plan.fusion != fusion or tokens == FUSED_TOKENS:
-                    exchange = self.options.exchange or "ring"
-                    plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
-                over_gb = self.over_gb(plan)
-                if max(over_gb) <= 0:
+            fusions = (max(1, min(round(tokens / slot), most)) for tokens in (FUSED_TOKENS, FEWER_TOKENS))
+            exchange = self.options.exchange or "ring"
+            for fusion in dict.fromkeys(fusions):
+                plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
+                if max(over_gb := self.over_gb(plan)) <= 0:
                     return plan
+            assert plan is not None
             if not self.tighten(plan, over_gb, caps, head_caps):
                 break
         return plan
@@ -373,9 +276,9 @@ class Search:
         index: list[int] = []
         members_of: Grouping = []
         classes: list[GroupClass] = []
+        alike, most, limits = self.exchange.alike, caps.tolist(), None if head_caps is None else head_caps.tolist()
         for members in grouping:
-            limits = None if head_caps is None else tuple(head_caps[members].tolist())
-            key = (tuple(self.alike[r] for r in members), tuple(caps[members].tolist()), limits)
+            key = tuple((alike[r], most[r], limits and limits[r]) for r in members)
             if key not in found:
                 cut = self.cut_heads(members, rough, head_caps)
                 if cut is None:
@@ -396,7 +299,7 @@ class Search:
 
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
-        model, calls = self.workload.model, 1 + self.workload.seq_len / FUSED_TOKENS
+        model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS) - 1
         seconds = tuple((self.attention[members] * tokens).tolist())
         launch = tuple((self.launch[members] * calls).tolist())
         if head_caps is None:
@@ -413,7 +316,7 @@ class Search:
         """
         groups, n = len(parts.grouping), self.workload.seq_len
         if self.options.slot is not None:
-            totals = (slots_for("hexiseq", n, self.options.slot),)
+            totals: tuple[int, ...] = (slots_for("hexiseq", n, self.options.slot),)
         elif groups == 1:
             return [(1.0, next(even_totals(n, 1)))]
         else:

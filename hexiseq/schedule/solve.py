@@ -14,6 +14,7 @@ from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import Kind, OutOfMemory
 from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Plan, Rival
 from hexiseq.schedule.drafts import Draft, draft, written
+from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import (
     CONTEXT_FIRST,
     HEAD_FIRST,
@@ -22,13 +23,15 @@ from hexiseq.schedule.even import (
     exchanges,
     legal_widths,
 )
-from hexiseq.schedule.replicas import Alike, divisions, replica_numbers
-from hexiseq.schedule.search import Job, Options, Search, kind_of
+from hexiseq.schedule.replicas import divisions, replica_numbers
+from hexiseq.schedule.search import Options, Search
 from hexiseq.workload import Workload
 
 EVEN_POLICIES = ("fast_only", "even", "ring", "ulysses", "usp", "loongtrain")
 EVEN_GRIDS = ("ring", "ulysses", "usp", "loongtrain", "even")  # the narrowest first: errors name it
 TIME_LIMIT_SECONDS = 2.0
+JUDGED_GRIDS = 6  # even grids of a policy that are judged in full
+ESTIMATE_SLACK = 1.15  # estimates of even grids are nearer than that
 REFINED_DIVISIONS = 2  # divisions into replicas that are searched in full; others by estimate
 
 
@@ -149,48 +152,61 @@ def even_policies(cluster: Cluster, workload: Workload, options: Options) -> dic
 
 
 def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, Draft | ValueError]:
-    """The fastest even grid of each policy over equal replicas, every grid looked at once."""
-    best: dict[str, Draft] = {}
-    closest: dict[str, Draft] = {}
-    reasons: dict[str, IllegalPolicy] = {}
-
-    def slower(name: str, seconds: float) -> bool:
-        return name in best and best[name].seconds <= seconds
-
+    """The fastest even grid of each policy over equal replicas: the best by estimate, judged in full."""
+    grids: list[tuple[float, int, tuple[Alike, ...], int, str]] = []
     for division in _even_divisions(job):
-        ranks, floor = division[0].ranks.shape[1], _even_floor(job, division)
-        for width, placement in _grids(ranks, job.workload):
-            wanted = [name for name in names if _belongs(name, width, placement, ranks) and not slower(name, floor)]
-            if not wanted:
-                continue
-            try:
-                grids = [_grid(job, alike, wanted[0], width, placement, options) for alike in division]
-            except IllegalPolicy as error:
-                reasons.setdefault(wanted[0], error)
-                continue
-            for exchange in [plan.exchange for plan in exchanges(grids[0], options.exchange)]:
-                kinds = [
-                    kind_of(dataclasses.replace(grid, exchange=exchange), alike.ranks)
-                    for alike, grid in zip(division, grids, strict=True)
-                ]
-                predicted = job.judge(kinds)
-                wanted = [name for name in wanted if not slower(name, predicted.step_seconds)]
-                if not wanted:
-                    break
-                made = draft(job, kinds, predicted)
-                for name in wanted:
-                    if made.lacking_gb <= 0:
-                        best[name] = made
-                    elif name not in closest or made.lacking_gb < closest[name].lacking_gb:
-                        closest[name] = made
+        for width, placement in _grids(division[0].ranks.shape[1], job.workload):
+            seconds = max(even_estimate(job, alike, width, placement == HEAD_FIRST) for alike in division)
+            grids.append((seconds, len(grids), division, width, placement))
+    grids.sort(key=lambda item: item[:2])
+    made: dict[int, list[Draft] | IllegalPolicy] = {}
     found: dict[str, Draft | ValueError] = {}
     for name in names:
-        if name in best:
-            found[name] = best[name]
-        elif name in closest:
-            found[name] = _out_of_memory(closest[name])
+        best: Draft | None = None
+        closest: Draft | None = None
+        reason: IllegalPolicy | None = None
+        tried = 0
+        for seconds, index, division, width, placement in grids:
+            if not _belongs(name, width, placement, division[0].ranks.shape[1]):
+                continue
+            if best is not None and (tried >= JUDGED_GRIDS or seconds > best.seconds * ESTIMATE_SLACK):
+                break
+            if index not in made:
+                made[index] = _judged(job, division, name, width, placement, options)
+            drafts = made[index]
+            if isinstance(drafts, IllegalPolicy):
+                reason = reason or drafts
+                continue
+            tried += 1
+            for one in drafts:
+                if one.lacking_gb <= 0:
+                    best = one if best is None or one.seconds < best.seconds else best
+                elif closest is None or one.lacking_gb < closest.lacking_gb:
+                    closest = one
+        if best is not None:
+            found[name] = best
+        elif closest is not None:
+            found[name] = _out_of_memory(closest)
         else:
-            found[name] = reasons.get(name) or _no_grid(name, job)
+            found[name] = reason if reason is not None and name in ("ring", "ulysses") else _no_grid(name, job)
+    return found
+
+
+def _judged(
+    job: Job, division: tuple[Alike, ...], name: str, width: int, placement: str, options: Options
+) -> list[Draft] | IllegalPolicy:
+    """An even grid over these replicas by each exchange, or why there is none."""
+    first = division[0]
+    places = [job.places[rank] for rank in first.ranks[0].tolist()]
+    one = dataclasses.replace(job.workload, sequences=first.sequences)
+    try:
+        grid = even_grid(name, one, places, width, options.slot, placement)
+    except IllegalPolicy as error:
+        return error
+    found = []
+    for plan in exchanges(grid, options.exchange):
+        kinds = [kind_of(plan, alike.ranks) for alike in division]
+        found.append(draft(job, kinds, job.judge(kinds)))
     return found
 
 
@@ -209,14 +225,6 @@ def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
             yield tuple(Alike(np.array(alike), sequences // number) for alike in kinds.values())
 
 
-def _even_floor(job: Job, division: tuple[Alike, ...]) -> float:
-    """Seconds that no even grid over these replicas beats."""
-    return max(
-        cost.even_bound([job.places[r].device for r in alike.ranks[0].tolist()], _of_one(job.workload, alike))
-        for alike in division
-    )
-
-
 def _grids(ranks: int, workload: Workload) -> list[tuple[int, str]]:
     """Group sizes and placements of even grids, the illegal ones of `ring` and `ulysses` included."""
     legal = legal_widths(workload, ranks)
@@ -231,16 +239,6 @@ def _belongs(name: str, width: int, placement: str, ranks: int) -> bool:
     if name == "ulysses":
         return width == ranks
     return name != "usp" or placement == HEAD_FIRST
-
-
-def _grid(job: Job, alike: Alike, name: str, width: int, placement: str, options: Options) -> Plan:
-    places = [job.places[rank] for rank in alike.ranks[0].tolist()]
-    return even_grid(name, _of_one(job.workload, alike), places, width, options.slot, placement)
-
-
-def _of_one(workload: Workload, alike: Alike) -> Workload:
-    """The workload of one of these replicas."""
-    return dataclasses.replace(workload, sequences=alike.sequences)
 
 
 def _no_grid(name: str, job: Job) -> IllegalPolicy:
@@ -295,20 +293,18 @@ def _hexiseq(
 
 def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Draft | None]:
     """The fastest division into replicas that fits, and else the one that lacks least memory."""
-    candidates = []
-    for index, division in enumerate(divisions(job)):
-        searches = [Search(job, alike.ranks, alike.sequences, options) for alike in division]
-        floor = max(cost.compute_bound([p.device for p in s.places], s.workload) for s in searches)
-        candidates.append((floor, index, searches))
     best: Draft | None = None
     closest: Draft | None = None
-    if len(candidates) > 1:
-        estimated: list[tuple[float, int, list[Search]]] = []
-        for floor, index, searches in candidates:
-            if estimated and (floor >= 1.1 * min(estimated)[0] or options.late()):
-                continue
-            estimated.append((max(search.rank_groupings()[0][0] for search in searches), index, searches))
-        candidates = sorted(estimated, key=lambda item: item[:2])
+    candidates: list[tuple[float, int, list[Search]]] = []
+    divided = list(divisions(job))
+    floors = [_floor(job, division) for division in divided]
+    for index in sorted(range(len(divided)), key=lambda i: (floors[i], -len(divided[i]), i)):
+        if candidates and (floors[index] >= 1.1 * min(candidates)[0] or options.late()):
+            continue
+        searches = [Search(job, alike, options) for alike in divided[index]]
+        estimated = max(search.rank_groupings()[0][0] for search in searches) if len(divided) > 1 else 0.0
+        candidates.append((estimated, index, searches))
+    candidates.sort(key=lambda item: item[:2])
     for place, (_, _, searches) in enumerate(candidates):
         if best is not None and (place >= REFINED_DIVISIONS or options.late()):
             break
@@ -318,6 +314,17 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
         elif found is not None and not fits and (closest is None or found.lacking_gb < closest.lacking_gb):
             closest = found
     return best, closest
+
+
+def _floor(job: Job, division: tuple[Alike, ...]) -> float:
+    """Compute seconds of a micro-step that no layout of these replicas beats."""
+    return max(
+        cost.compute_bound(
+            [job.places[rank].device for rank in alike.ranks[0].tolist()],
+            dataclasses.replace(job.workload, sequences=alike.sequences, accumulation=1),
+        )
+        for alike in division
+    )
 
 
 def _laid_out(job: Job, searches: Sequence[Search], refine: bool) -> tuple[Draft | None, bool]:

@@ -17,10 +17,11 @@ from hexiseq.cluster import Cluster, Device, Node, Seat
 from hexiseq.cost import OutOfMemory
 from hexiseq.plan import EXCHANGES, Plan, fits_slots, fragments
 from hexiseq.schedule import IllegalPolicy, solve
+from hexiseq.schedule.estimate import Alike, Job
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
-from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
 from hexiseq.schedule.groups import Nodes
-from hexiseq.schedule.search import Job, Options, Search
+from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
+from hexiseq.schedule.search import Options, Search
 from hexiseq.schedule.shares import GroupClass, best_slots, share
 from hexiseq.workload import ModelShape, Workload
 
@@ -469,7 +470,7 @@ def test_the_program_finds_the_best_slots_and_shares_respect_caps(seed):
 @pytest.mark.parametrize(("rates", "expected"), [((1.0, 1.0, 1.0), [3, 3, 3]), ((1.0, 0.5, 0.25), [1, 3, 5])])
 def test_heads_follow_attention_speed(rates, expected):
     job = Job(CPU_MIXED, CPU_MIXED.places, small_job())
-    search = Search(job, np.arange(3)[None], 1, Options(None, None, math.inf))
+    search = Search(job, Alike(np.arange(3)[None], 1), Options(None, None, math.inf))
     search.attention = np.array(rates)
     search.launch = np.zeros(3)
     found = search.cut_heads([0, 1, 2], 1000.0, np.full(3, 9))

@@ -1,0 +1,220 @@
+"""Quick estimates of layouts that are not worked out: groups with fractional shares, and even grids.
+
+Estimates decide what is looked at, never what is chosen: that is for `hexiseq.cost`, whose terms they simplify. They
+know the ring only, and put a rank's KV where the member that stands where it stands in the next group is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq import cost
+from hexiseq.cluster import Cluster, Place
+from hexiseq.cost import Kind, Wires
+from hexiseq.plan import Plan, Prediction, kv_heads
+from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
+
+FUSED_TOKENS = 32768  # of one kernel call, which makes merging cheap
+
+
+class Job:
+    """Devices that work together: a cluster or a part of it, one rank each.
+
+    Seconds below are of a micro-step of one sequence, all layers and passes, by kind of device (`device` of a rank).
+
+    Attributes:
+        linear: per token of a rank.
+        forward, backward: attention, per token of the group and query head of the rank; forward of one pass.
+        merge: merging in one pass, the same per kernel call.
+        launch: per kernel call and fragment.
+        capacity: tokens a rank can hold at the very most.
+    """
+
+    def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload) -> None:
+        self.cluster, self.places, self.workload = cluster, tuple(places), workload
+        self.wires = Wires(cluster, self.places)
+        numbers: dict[int, int] = {}
+        self.device = np.array([numbers.setdefault(id(place.device), len(numbers)) for place in self.places])
+        distinct = {id(place.device): place.device for place in self.places}
+        devices = [distinct[key] for key in numbers]
+        model = workload.model
+        self.forwards, linears = cost.passes(workload.recompute)
+        per_token = model.layers * linears * linear_flops(model) + (1 + cost.BACKWARD_LINEAR) * head_flops(model)
+        per_pair = attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
+        merged = model.layers * model.head_dim * (8 + workload.element_bytes)
+        self.linear = np.array([per_token / (d.gemm_tflops * 1e12) for d in devices])
+        self.forward = np.array([per_pair / (d.attention_forward_tflops * 1e12) for d in devices])
+        self.backward = np.array(
+            [cost.BACKWARD_ATTENTION * per_pair / (d.attention_backward_tflops * 1e12) for d in devices]
+        )
+        self.merge = np.array([merged / (d.hbm_gb_per_s * 1e9) for d in devices])
+        self.launch = np.array([model.layers * (1 + self.forwards) * d.launch_us * 1e-6 for d in devices])
+        self.capacity = np.array([cost.token_capacity(d, workload, len(self.places)) for d in devices])[self.device]
+        # Bytes of a token's KV of one head, all layers of one pass; and of its gradient over that.
+        self.kv_bytes = 2 * model.layers * model.head_dim * workload.element_bytes
+        self.gradients = cost.accumulator_bytes(workload) / workload.element_bytes
+
+    def calls(self, tokens: float) -> float:
+        """Kernel calls over a group's tokens, each for so many foreign ones; half of all foreign slots are halves."""
+        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS, tokens))
+
+    def judge(self, kinds: Sequence[Kind]) -> Prediction:
+        """Step time of replicas of these kinds, without memory."""
+        return cost.assess(kinds, self.wires, self.workload)
+
+    def memory(self, kinds: Sequence[Kind]) -> tuple[np.ndarray, np.ndarray]:
+        """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
+        return cost.alike_memory_gb(kinds, self.workload, self.places)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Replicas on devices and nodes alike, with equally many sequences: ranks of the job ``[count, width]``."""
+
+    ranks: np.ndarray
+    sequences: int
+
+
+def kind_of(plan: Plan, ranks: np.ndarray) -> Kind:
+    """Replicas laid out by a plan of one: its rank ``r`` is ``ranks[:, r]``."""
+    return Kind(plan, plan.replicas[0], ranks[:, list(plan.replicas[0].ranks)])
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The members of all groups of a ring, group after group, by their place in it.
+
+    Attributes:
+        home: group of each.
+        partner: index of the member of the next group that KV comes from.
+        node: of each.
+        heads: KV heads of each.
+        tokens: of each group.
+    """
+
+    home: np.ndarray
+    partner: np.ndarray
+    node: np.ndarray
+    heads: np.ndarray
+    tokens: np.ndarray
+
+
+def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tuple[float, float, float]:
+    """Seconds of all layers' KV of a sequence: of one forward pass, of backward, and of all passes on the busiest NIC.
+
+    Args:
+        port: bytes a second of each member inside its node.
+        nic: of each node.
+    """
+    total = float(ring.tokens.sum())
+    if len(ring.tokens) == 1:
+        return 0.0, 0.0, 0.0
+    # From the group after it a group receives inner slots whole and outer ones as front halves.
+    outer = np.cumsum(ring.tokens) - ring.tokens
+    received = job.kv_bytes * (total - ring.tokens - outer / 2)
+    moved = received[ring.home] * ring.heads
+    crosses = ring.node[ring.partner] != ring.node
+    # Group 0 sends back halves' gradients straight home, to other nodes if there are any.
+    first = job.kv_bytes * job.gradients * (total - float(ring.tokens[0])) / 2
+    direct = np.where(ring.home == 0, first * ring.heads, 0.0)
+    one_node = len(nic) == 1
+    near, far = np.where(crosses, 0.0, moved), np.bincount(ring.node, np.where(crosses, moved, 0.0), len(nic))
+    near_back = (1 + job.gradients) * near + (direct if one_node else 0.0)
+    far_back = (1 + job.gradients) * far + (0.0 if one_node else np.bincount(ring.node, direct, len(nic)))
+    forward = max(float((near / port).max()), float((far / nic).max()))
+    backward = max(float((near_back / port).max()), float((far_back / nic).max()))
+    return forward, backward, float(((job.forwards * far + far_back) / nic).max())
+
+
+def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> float:
+    """Seconds of a micro-step of an even grid.
+
+    Args:
+        width: ranks of a group.
+        consecutive: whether groups are of consecutive ranks, or consecutive ranks of consecutive groups.
+    """
+    model, ranks = job.workload.model, alike.ranks[0]
+    n, total, layers = len(ranks), job.workload.seq_len, job.workload.model.layers
+    groups, devices = n // width, np.unique(job.device[ranks])
+    tokens, query, kv = total / groups, model.heads / width, max(model.kv_heads / width, 1.0)
+    _, node = np.unique(job.wires.node[ranks], return_inverse=True)
+    seats = np.bincount(node)
+    port, nic = job.wires.port[ranks], np.zeros(len(seats))
+    nic[node] = job.wires.nic[job.wires.node[ranks]]
+
+    index = np.arange(n)
+    home = index // width if consecutive else index % groups
+    place = index % width if consecutive else index // groups
+    order = np.lexsort((place, home))
+    following = (home + 1) % groups
+    partner = following * width + place if consecutive else place * groups + following
+    position = np.empty(n, int)
+    position[order] = index
+    ring = Ring(home[order], position[partner[order]], node[order], np.full(n, kv), np.full(groups, tokens))
+    forward_kv, backward_kv, nic_seconds = ring_seconds(job, ring, port[order], nic)
+
+    all_to_all = 0.0
+    if width > 1:
+        together = np.bincount(home * len(seats) + node, minlength=groups * len(seats))[home * len(seats) + node]
+        sent = total / n * layers * model.head_dim * job.workload.element_bytes
+        every = 2 * kv * width
+        sent *= job.forwards * (2 * model.heads + every) + 4 * model.heads + 2 * every
+        near = sent * (together - 1) / width / port
+        far = np.bincount(node, sent * (width - together) / width) / nic
+        all_to_all = max(float(near.max()), float(far.max()))
+        nic_seconds += float(far.max())
+    calls = job.calls(tokens) if groups > 1 else 1.0
+    forward = max(tokens * query * float((job.forward + calls * job.merge)[devices].max()), forward_kv)
+    backward = max(tokens * query * float((job.backward + calls * job.merge)[devices].max()), backward_kv)
+    path = total / n * float(job.linear[devices].max()) + all_to_all + job.forwards * forward + backward
+    return alike.sequences * max(path, nic_seconds)
+
+
+class Exchange:
+    """All-to-all inside the groups of one replica, by kind of group."""
+
+    def __init__(self, job: Job, ranks: np.ndarray) -> None:
+        self.job, self.ranks = job, ranks
+        self.node = job.wires.node[ranks]
+        self.alike = list(zip(job.device[ranks].tolist(), (id(job.places[r].node_class) for r in ranks.tolist()),
+                              strict=True))  # fmt: skip
+        self._on_node = np.bincount(self.node)
+        self._found: dict[tuple, tuple[float, np.ndarray]] = {}
+
+    def of(self, members: list[int], heads: tuple[int, ...]) -> tuple[float, np.ndarray]:
+        """Seconds of a sequence per token of the group, all layers and passes; and the members' KV heads.
+
+        Args:
+            members: ranks of the replica.
+        """
+        first: dict[int, int] = {}
+        nodes = tuple(first.setdefault(int(self.node[r]), len(first)) for r in members)
+        key = (tuple(self.alike[r] for r in members), nodes, heads)
+        if key not in self._found:
+            self._found[key] = self._measure(members, heads)
+        return self._found[key]
+
+    def _measure(self, members: list[int], heads: tuple[int, ...]) -> tuple[float, np.ndarray]:
+        job, model = self.job, self.job.workload.model
+        ends, ratio = np.cumsum(heads).tolist(), model.heads // model.kv_heads
+        ranges = [kv_heads((end - h, end), ratio) for h, end in zip(heads, ends, strict=True)]
+        kv = np.array([float(last - start) for start, last in ranges])
+        if len(members) == 1:
+            return 0.0, kv
+        speed = 1 / job.linear[job.device[self.ranks[members]]]
+        part, h = speed / speed.sum(), np.array(heads, float)
+        wires = Wires(job.cluster, [job.places[r] for r in self.ranks[members].tolist()])
+        # The other ranks of these nodes are in groups alike, through the same NICs.
+        wires.nic = wires.nic * np.bincount(wires.node) / self._on_node[np.unique(self.node[members])]
+        unit = model.layers * model.head_dim * job.workload.element_bytes
+
+        def busy(sent: np.ndarray, received: np.ndarray) -> float:
+            matrix = np.outer(sent, received) * unit
+            np.fill_diagonal(matrix, 0.0)
+            return wires.seconds(matrix)
+
+        forward = busy(part, h + 2 * kv) + busy(h, part)
+        return job.forwards * forward + busy(part, 3 * h + 2 * kv) + busy(h + 2 * kv, part), kv
