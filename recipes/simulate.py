@@ -86,11 +86,11 @@ def describe_stalls(plan: Plan, simulation: StepSimulation) -> list[str]:
         main = max(stalls, key=lambda stall: stall.seconds)
         who, whom = (_ranks(plan, sorted(ranks)) for ranks in (seconds, {stall.peer for stall in stalls}))
         if late:
-            cause = f"{whom} came late; then over {main.wire}"
+            cause = f"{whom} still at work; {main.wire}"
         elif kind in COLLECTIVES:
-            cause = f"under way round all ranks; {main.wire}"
+            cause = f"transfers under way; {main.wire}"
         else:
-            cause = f"under way, {whom} at the other end; {main.wire}"
+            cause = f"transfers under way, {whom} at the other end; {main.wire}"
         share = longest / simulation.step_seconds
         found.append(
             (longest, f"{who} waited up to {longest:.3g} s ({share:.1%}) for {COLLECTIVES.get(kind, kind)}: {cause}")

@@ -56,13 +56,15 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Stall:
-    """What one rank waited for in a step.
+    """What one rank waited for in a step, and why.
+
+    A rank that comes late may itself have waited: `peer`, `late` and `wire` say where the chain began.
 
     Attributes:
-        kind: of the transfer: all-to-all, kv, dkv, dkv return, gather, reduce.
-        peer: the rank waited for: the one that came last, or the other end of the transfer.
-        late: whether the peer had not come yet; else its bytes were on the wire.
-        wire: the transfer's busiest wire.
+        kind: of the transfer `rank` waited for: all-to-all, kv, dkv, dkv return, gather, reduce.
+        peer: the rank it comes down to.
+        late: whether that was at work still; else it is at the other end of a transfer that was under way.
+        wire: what held the transfer back; of one that was not under way yet, what did in the end.
     """
 
     rank: int
@@ -280,11 +282,16 @@ def _pass(name: str, cost: ReplicaCost, into: np.ndarray, back: np.ndarray) -> _
     return _Pass(name, own.tolist(), np.maximum(foreign, 0.0).tolist(), into, back)
 
 
-class _Log:
-    """One rank's time, by the phase it is in."""
+# From when to when, and why: the rank it comes down to, whether that was at work, and the wire.
+_Wait = tuple[float, float, tuple[int, bool, str]]
 
-    def __init__(self, rank: int, clock: Clock, trace: bool) -> None:
-        self.rank, self.clock = rank, clock
+
+class _Log:
+    """One rank's time, by the phase it is in; `others` are all ranks' logs."""
+
+    def __init__(self, rank: int, clock: Clock, others: Sequence[_Log], trace: bool) -> None:
+        self.rank, self.clock, self.others = rank, clock, others
+        self.waits: list[_Wait] = []
         self.marks: list[float] = []
         self.busy: list[float] = []
         self.exchange: list[float] = []
@@ -307,16 +314,32 @@ class _Log:
     def waited(self, last: Transfer, start: float, end: float) -> None:
         if end <= start:
             return
-        late = max(0.0, min(end, last.posted) - start)
-        if late > 0:
-            self.stalls[-1][last.late, last.kind, True, last.wire] += late
-        if end - start - late <= 0:
-            return
-        if last.kind in EXPOSED:
-            self.exchange[-1] += end - start - late
-        else:
+        moving = max(start, min(end, last.posted))
+        found = self._why(last.late, start, moving, last.wire) if moving > start else []
+        for since, until, (peer, late, wire) in found:
+            self.stalls[-1][peer, last.kind, late, wire] += until - since
+        if end > moving:
             peer = last.sender if last.receiver == self.rank else last.receiver
-            self.stalls[-1][peer, last.kind, False, last.wire] += end - start - late
+            found.append((moving, end, (peer, False, last.wire)))
+            if last.kind in EXPOSED:
+                self.exchange[-1] += end - moving
+            else:
+                self.stalls[-1][peer, last.kind, False, last.wire] += end - moving
+        self.waits += found
+
+    def _why(self, late: int, start: float, end: float, wire: str) -> list[_Wait]:
+        """Why a rank that came late at `end` did so: it was at work, or waited itself, for reasons known by then."""
+        found: list[_Wait] = []
+        for since, until, cause in reversed(self.others[late].waits):
+            if until <= start:
+                break
+            if until < end:
+                found.append((until, end, (late, True, wire)))
+            found.append((max(since, start), min(until, end), cause))
+            end = max(since, start)
+        if end > start:
+            found.append((start, end, (late, True, wire)))
+        return found[::-1]
 
 
 class _Collective:
@@ -374,7 +397,8 @@ class _MicroStep:
         self.wires = SharedWires(self.clock, cluster, places)
         if trace:
             self.wires.carried = []
-        self.logs = [_Log(rank, self.clock, trace) for rank in range(plan.world_size)]
+        self.logs: list[_Log] = []
+        self.logs += [_Log(rank, self.clock, self.logs, trace) for rank in range(plan.world_size)]
         # From node to node, as few wires between nodes as there are nodes.
         order = sorted(range(plan.world_size), key=lambda rank: (places[rank].node, rank))
         self.circle = list(itertools.pairwise([*order, order[0]])) if len(order) > 1 else []

@@ -120,6 +120,7 @@ AGREE = {
     "kept parameters": (cluster(200, **MIXED), job(TINY, keep_parameters=True, seq_len=131072), {}),
     "two sequences": (cluster(200, **MIXED), job(sequences=2, seq_len=131072), {}),
     "three types": (cluster(100, 4, h100=1, a100=1, l40s=1), job(), {}),
+    "replicas": (cluster(200, **MIXED), job(seq_len=32768, sequences=8), {}),
     "even ring": (cluster(200, **MIXED), job(), {"policy": "ring"}),
     "even heads": (cluster(200, 8, a100=1), job(seq_len=131072), {"policy": "ulysses"}),
     "windows": (cluster(200, **MIXED), job(WINDOWED), {"exchange": "ring"}),
@@ -194,11 +195,13 @@ def test_ranks_add_up_and_phases_follow_one_another(plain) -> None:
     assert total == pytest.approx(simulation.step_seconds)
 
 
-def test_layers_in_the_middle_stand_for_all(plain) -> None:
-    plan, whole, workload, simulation = plain
-    every = simulate_step(plan, whole, workload, layers=workload.model.layers)
-    assert simulation.step_seconds == pytest.approx(every.step_seconds, rel=2e-3)
-    assert [t.busy for t in simulation.ranks] == pytest.approx([t.busy for t in every.ranks])
+def test_layers_in_the_middle_stand_for_all() -> None:
+    whole, workload = cluster(200, **MIXED), job(TINY, accumulation=2)
+    plan = solved(whole, workload, exchange="ring")
+    few, every = (simulate_step(plan, whole, workload, layers=layers) for layers in (3, TINY.layers))
+    assert few.step_seconds == pytest.approx(every.step_seconds, rel=2e-3)
+    assert [t.busy for t in few.ranks] == pytest.approx([t.busy for t in every.ranks])
+    assert {phase.repeats for phase in few.phases if phase.layer == 1} == {TINY.layers - 2}
     assert all(phase.repeats == 1 for phase in every.phases)
 
 
