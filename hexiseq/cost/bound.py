@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +36,8 @@ def lower_bound(cluster: Cluster, workload: Workload) -> float:
     within = min(devices_bound(kind, workload) for kind in kinds)
     second = sorted((places[0].node_class.network_gb_per_s for places in nodes.values()), reverse=True)[1] * GB
     best = np.array([sorted(rates, reverse=True) for rates in _each_rate(devices)]).cumsum(axis=1)
-    across = min(
-        max(_spread(best[:, ranks - 1].tolist(), workload), parameter_traffic(workload, ranks) / second)
-        for ranks in range(2, len(devices) + 1)
-    )
+    moved = [parameter_traffic(workload, ranks) / second for ranks in range(2, len(devices) + 1)]
+    across = float(np.maximum(_spread(best[:, 1:], workload), moved).min())
     return max(everything, min(within, across))
 
 
@@ -86,14 +85,14 @@ def _linear_flops_per_token(workload: Workload) -> float:
     return model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
 
 
-def _spread(rates: Sequence[float], workload: Workload) -> float:
+def _spread(rates: Any, workload: Workload) -> Any:
     """Seconds of all compute of a step at summed rates in FLOP/s: matrices, attention forward, attention backward."""
     gemm, forward, backward = rates
     model, n = workload.model, workload.seq_len
     flops = model.heads * attention_flops(model, all_pairs(model, n))
     attention = flops * (passes(workload.recompute)[0] / forward + BACKWARD_ATTENTION / backward)
     linear = _linear_flops_per_token(workload) * n / gemm
-    return float(workload.sequences * workload.accumulation * (attention + linear))
+    return workload.sequences * workload.accumulation * (attention + linear)
 
 
 def bound(cluster: Cluster, workload: Workload) -> Bound:

@@ -100,7 +100,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
             all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
 
     parameter_bytes = parameter_traffic(workload, len(wires.places))
-    optimizer = optimizer_seconds(workload, wires.places)
+    optimizer = optimizer_seconds(workload, wires)
     step = max(path + optimizer, wires.busiest(load, parameter_bytes))
     return Prediction(
         step_seconds=float(step),
@@ -289,8 +289,6 @@ def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
     return attended_pairs(b - a, window) + attended_pairs(d - c, window) + reach(b) - reach(a)
 
 
-def optimizer_seconds(workload: Workload, places: Sequence[Place]) -> float:
+def optimizer_seconds(workload: Workload, wires: Wires) -> float:
     """The optimizer reads and writes its states once; it is bound by memory."""
-    states = state_bytes(workload) / len(places)
-    slowest = min(device.hbm_gb_per_s for device in {id(p.device): p.device for p in places}.values())
-    return 2 * states / (slowest * GB)
+    return 2 * state_bytes(workload) / len(wires.places) / wires.slowest_hbm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -219,17 +220,24 @@ class Wires:
         return Wires(self.cluster, [self.places[rank] for rank in ranks.tolist()])
 
     def signature(self, ranks: Sequence[int]) -> Hashable:
-        """Equal for ranks on devices alike that share nodes alike, one by one."""
-        seen: dict[int, int] = {}
-        found: list[Hashable] = []
-        for rank in ranks:
-            place = self.places[rank]
-            # By identity: comparing devices field by field costs more than a plan of thousands of ranks may take.
-            found.append((id(place.seat.device), id(place.node_class), seen.setdefault(place.node, len(seen))))
-        if self.link is not None:
-            nodes = self.node[list(ranks)]
-            found.append(self.link[np.ix_(nodes, nodes)].tobytes())
-        return tuple(found)
+        """Equal only for ranks on devices alike that share nodes alike, one by one."""
+        rows = np.asarray(ranks)
+        nodes, relative = np.unique(self.node[rows], return_inverse=True)
+        link = b"" if self.link is None else self.link[np.ix_(nodes, nodes)].tobytes()
+        return self._seat[rows].tobytes(), relative.tobytes(), link
+
+    @cached_property
+    def _seat(self) -> np.ndarray:
+        """A number for each device on a class of nodes."""
+        # By identity: comparing devices field by field costs more than a plan of thousands of ranks may take.
+        known: dict[tuple[int, int], int] = {}
+        seats = ((id(place.seat.device), id(place.node_class)) for place in self.places)
+        return np.array([known.setdefault(seat, len(known)) for seat in seats])
+
+    @cached_property
+    def slowest_hbm(self) -> float:
+        """Bytes a second of the slowest device's memory."""
+        return min(d.hbm_gb_per_s for d in {id(p.seat.device): p.seat.device for p in self.places}.values()) * GB
 
     def load(self) -> Load:
         """No bytes on any wire."""

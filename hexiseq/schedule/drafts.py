@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,26 +15,26 @@ from hexiseq.schedule.estimate import Job
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan for all ranks of a job, by kinds of replicas, and its prediction without memory.
-
-    Attributes:
-        lacking_gb: of the rank that lacks most memory; at most 0 when all fit.
-    """
+    """A plan for all ranks of a job, by kinds of replicas, and its prediction without memory."""
 
     job: Job
     kinds: tuple[Kind, ...]
     predicted: Prediction
-    lacking_gb: float
 
     @property
     def seconds(self) -> float:
         return self.predicted.step_seconds
 
+    @functools.cached_property
+    def lacking_gb(self) -> float:
+        """Of the rank that lacks most memory; at most 0 when all fit."""
+        used, limit = self.job.memory(self.kinds)
+        return float((used - limit).max())
 
-def draft(job: Job, kinds: Sequence[Kind], predicted: Prediction) -> Draft:
-    """Replicas of these kinds, which cover all ranks of the job, and how they fit memory."""
-    used, limit = job.memory(kinds)
-    return Draft(job, tuple(kinds), predicted, float((used - limit).max()))
+
+def draft(job: Job, kinds: Sequence[Kind]) -> Draft:
+    """Replicas of these kinds, which cover all ranks of the job, judged."""
+    return Draft(job, tuple(kinds), job.judge(kinds))
 
 
 def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()) -> Plan:

@@ -78,7 +78,7 @@ class Search:
         self.nic[self.node] = job.wires.nic[job.wires.node[ranks]]
         self.exchange = Exchange(job, ranks)
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
-        self._ranked: list[tuple[float, Grouping]] | None = None
+        self._seen: dict[tuple, tuple[float, Grouping]] = {}
         self.best: Plan | None = None
         self.seconds = math.inf  # of the job with these replicas alone
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
@@ -125,19 +125,24 @@ class Search:
 
     # Groupings -------------------------------------------------------------------------------------------------
 
+    def glance(self) -> float:
+        """Estimated seconds of the best grouping of groups of one size in all nodes."""
+        return min(self.look(self.nodes.grouping(chosen)) for chosen in self.nodes.starts())
+
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        return Nodes(self.places)
+
+    def look(self, grouping: Grouping) -> float:
+        """The estimate of a grouping, made once."""
+        key = tuple(map(tuple, grouping))
+        if key not in self._seen:
+            self._seen[key] = self.estimate(grouping), grouping
+        return self._seen[key][0]
+
     def rank_groupings(self) -> list[tuple[float, Grouping]]:
         """Groupings by estimated seconds, best first; the best splits of nodes are improved one kind at a time."""
-        if self._ranked is not None:
-            return self._ranked
-        nodes = Nodes(self.places)
-        found: dict[tuple, tuple[float, Grouping]] = {}
-
-        def look(grouping: Grouping) -> float:
-            key = tuple(map(tuple, grouping))
-            if key not in found:
-                found[key] = self.estimate(grouping), grouping
-            return found[key][0]
-
+        nodes, look = self.nodes, self.look
         starts = [(look(nodes.grouping(chosen)), chosen) for chosen in nodes.starts()]
         for grouping in nodes.across():
             look(grouping)
@@ -150,15 +155,14 @@ class Search:
                         seconds, chosen, better = now, other, True
 
         def order() -> list[tuple[float, Grouping]]:
-            return sorted(found.values(), key=lambda item: (item[0], len(item[1]), item[1]))
+            return sorted(self._seen.values(), key=lambda item: (item[0], len(item[1]), item[1]))
 
         for _, grouping in order()[: 2 * JUDGED]:
             look(grouping[::-1])
         # Of those that are equally fast, by what limits them all, one is enough: that of the fewest groups.
         ranked = order()
         distinct = [item for i, item in enumerate(ranked) if i == 0 or item[0] > ranked[i - 1][0] * (1 + 1e-9)]
-        self._ranked = [item for item in distinct if item[0] < math.inf] or ranked
-        return self._ranked
+        return [item for item in distinct if item[0] < math.inf] or ranked
 
     def estimate(self, grouping: Grouping) -> float:
         """Seconds of a micro-step on the ring, with fractional shares; wires are counted as in `hexiseq.cost`."""

@@ -30,6 +30,7 @@ from hexiseq.workload import Workload
 EVEN_POLICIES = ("fast_only", "even", "ring", "ulysses", "usp", "loongtrain")
 EVEN_GRIDS = ("ring", "ulysses", "usp", "loongtrain", "even")  # the narrowest first: errors name it
 TIME_LIMIT_SECONDS = 2.0
+CONTAINED = {"usp": ("ring", "ulysses"), "loongtrain": ("usp",), "even": ("loongtrain",)}
 JUDGED_GRIDS = 6  # even grids of a policy that are judged in full
 ESTIMATE_SLACK = 1.15  # estimates of even grids are nearer than that
 REFINED_DIVISIONS = 2  # divisions into replicas that are searched in full; others by estimate
@@ -162,7 +163,9 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
     made: dict[int, list[Draft] | IllegalPolicy] = {}
     found: dict[str, Draft | ValueError] = {}
     for name in names:
-        best: Draft | None = None
+        # A policy has the grids of narrower ones, too.
+        narrower = [found[other] for other in CONTAINED.get(name, ()) if other in found]
+        best = min((one for one in narrower if isinstance(one, Draft)), key=lambda one: one.seconds, default=None)
         closest: Draft | None = None
         reason: IllegalPolicy | None = None
         tried = 0
@@ -179,8 +182,10 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
                 continue
             tried += 1
             for one in drafts:
+                if best is not None and one.seconds >= best.seconds:
+                    continue
                 if one.lacking_gb <= 0:
-                    best = one if best is None or one.seconds < best.seconds else best
+                    best = one
                 elif closest is None or one.lacking_gb < closest.lacking_gb:
                     closest = one
         if best is not None:
@@ -206,7 +211,7 @@ def _judged(
     found = []
     for plan in exchanges(grid, options.exchange):
         kinds = [kind_of(plan, alike.ranks) for alike in division]
-        found.append(draft(job, kinds, job.judge(kinds)))
+        found.append(draft(job, kinds))
     return found
 
 
@@ -302,7 +307,7 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
         if candidates and (floors[index] >= 1.1 * min(candidates)[0] or options.late()):
             continue
         searches = [Search(job, alike, options) for alike in divided[index]]
-        estimated = max(search.rank_groupings()[0][0] for search in searches) if len(divided) > 1 else 0.0
+        estimated = max(search.glance() for search in searches) if len(divided) > 1 else 0.0
         candidates.append((estimated, index, searches))
     candidates.sort(key=lambda item: item[:2])
     for place, (_, _, searches) in enumerate(candidates):
@@ -340,7 +345,7 @@ def _laid_out(job: Job, searches: Sequence[Search], refine: bool) -> tuple[Draft
         if kinds:
             plan = dataclasses.replace(plan, fusion=kinds[0].plan.fusion)
         kinds.append(search.kind(plan))
-    found = draft(job, kinds, job.judge(kinds))
+    found = draft(job, kinds)
     return found, found.lacking_gb <= 0
 
 
