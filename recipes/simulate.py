@@ -42,7 +42,7 @@ def report(plan: Plan, simulation: StepSimulation, stalls: int) -> list[str]:
     assert plan.predicted is not None
     predicted, step = plan.predicted, simulation.step_seconds
     lines = [
-        f"{plan.policy} plan of {len(plan.replicas)} x {'+'.join(map(str, _group_sizes(plan)))} ranks, "
+        f"{plan.policy} plan, replicas of {_layout(plan)} ranks, "
         f"{plan.seq_len:,} tokens, slot {plan.slot:,}, fusion {plan.fusion}, exchange {plan.exchange}, "
         f"recompute {plan.recompute}",
         f"simulated: {step:.4g} s a step, {simulation.tokens_per_second:,.0f} tokens/s, "
@@ -111,8 +111,10 @@ def _ranks(plan: Plan, ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({', '.join(kinds)})"
 
 
-def _group_sizes(plan: Plan) -> list[int]:
-    return [len(group.shards) for group in plan.replicas[0].groups]
+def _layout(plan: Plan) -> str:
+    """Replicas alike and the ranks of their groups, such as ``2 x 4+4, 1 x 8``."""
+    sizes = ["+".join(str(len(group.shards)) for group in replica.groups) for replica in plan.replicas]
+    return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
 
 
 def _plain(plan: Plan, simulation: StepSimulation, settings: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import (
     BACKWARD_LINEAR,
     ReplicaCost,
+    Wires,
     accumulator_bytes,
     check_workload,
     match_places,
@@ -405,9 +406,8 @@ class _MicroStep:
         self._collectives: dict[tuple[str, int], _Collective] = {}
         self._mail: dict[tuple, Mail] = {}
         self._meetings: dict[tuple, dict[int, list[Transfer]]] = {}
-        slowest = min(place.device.hbm_gb_per_s for place in places)
-        optimizer = optimizer_seconds(workload, places)
-        self.optimizer = [optimizer * slowest / place.device.hbm_gb_per_s for place in places]
+        # One device alone would have all states; it has a share of them.
+        self.optimizer = [optimizer_seconds(workload, Wires(cluster, [place])) / len(places) for place in places]
 
     def simulate(self) -> None:
         for r, replica in enumerate(self.plan.replicas):
