@@ -49,11 +49,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "paper-suite.md"
 FAMILIES = ("testbed", "simulation", "flops", "batch")
 NICS = (1, 4, 8)
-# What every policy may choose from, as overrides: what is kept for backward, and whether gathered parameters are.
-MODES = {
-    "selective": ("strategy.recompute=selective", "strategy.keep_parameters=false"),
-    "selective, kept": ("strategy.recompute=selective", "strategy.keep_parameters=true"),
-    "full": ("strategy.recompute=full", "strategy.keep_parameters=false"),
+# What every policy may choose from, keys of `strategy`: what is kept for backward, and whether gathered parameters are.
+MODES: dict[str, dict[str, Any]] = {
+    "selective": {"recompute": "selective", "keep_parameters": False},
+    "selective, kept": {"recompute": "selective", "keep_parameters": True},
+    "full": {"recompute": "full", "keep_parameters": False},
 }
 # Mixed cluster -> the one of A100 alone with as many FLOPs, counting an H100 as three A100.
 MATCHED = {"paper_flops_56": "paper_flops_152", "paper_flops_64": "paper_flops_168"}
@@ -248,12 +248,12 @@ def predicted_grids(cluster: Cluster, workload: Workload, places: Sequence[Place
 def solve_row(row: Row) -> Record:
     """A row in every mode, as plain containers."""
     start = time.perf_counter()
+    config = composed(row.overrides)
+    cluster = Cluster.from_config(config["cluster"])
     modes = {}
-    for mode, overrides in MODES.items():
-        config = composed([*row.overrides, *overrides])
-        cluster = Cluster.from_config(config["cluster"])
-        workload, exchange = workload_of(config, cluster), config["strategy"]["exchange"]
-        modes[mode] = solve_mode(cluster, workload, exchange)
+    for mode, keys in MODES.items():
+        strategy = {**config["strategy"], **keys}
+        modes[mode] = solve_mode(cluster, workload_of({**config, "strategy": strategy}, cluster), strategy["exchange"])
     return {**dataclasses.asdict(row), "modes": modes, "seconds": time.perf_counter() - start}
 
 
@@ -262,10 +262,13 @@ def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
     found: Record = {"bound_seconds": lower_bound(cluster, workload)}
     fastest = max(cluster.devices, key=lambda device: device.attention_forward_tflops)
     fast = [place for place in cluster.places if place.device == fastest]
-    for rival, over in (("even", cluster.places), ("fast_only", fast)):
-        grids = predicted_grids(cluster, workload, over)
-        free = [without_parameters(plan.predicted) for plan in grids if plan.predicted]
-        found[f"{rival}_without_parameters_seconds"] = min(free, default=None)
+    grids = {
+        "even": predicted_grids(cluster, workload, cluster.places),
+        "fast_only": predicted_grids(cluster, workload, fast),
+    }
+    for kind, plans in grids.items():
+        free = [without_parameters(plan.predicted) for plan in plans if plan.predicted]
+        found[f"{kind}_without_parameters_seconds"] = min(free, default=None)
     try:
         ours = solve(cluster, workload, exchange=exchange)
     except (OutOfMemory, IllegalPolicy) as error:
@@ -277,13 +280,16 @@ def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
     found["ours"]["dealt_gb"] = traffic_between_models(ours, workload, round_robin(places)) / 1e9
     found["rivals"] = {r.name: {"status": r.status, "step_seconds": r.step_seconds} for r in ours.rivals}
     if (name := best_even(found["rivals"])) is not None:
-        found["even"] = {"name": name, "step_seconds": found["rivals"][name]["step_seconds"]}
-        if name in POLICIES:
-            plan = solve(cluster, workload, name, rivals=False, exchange=exchange)
-            found["even"] |= figures(plan, cluster, workload)
+        step = found["rivals"][name]["step_seconds"]
+        found["even"] = {"name": name, "step_seconds": step}
+        alike = [p for p in grids["even"] if p.predicted and math.isclose(p.predicted.step_seconds, step)]
+        if not alike and name in POLICIES:  # no grid of neighbours
+            alike = [solve(cluster, workload, name, rivals=False, exchange=exchange)]
+        if alike:
+            found["even"] |= figures(alike[0], cluster, workload)
     dealt = round_robin(cluster.places)
-    if len(cluster.devices) > 1 and (grids := predicted_grids(cluster, workload, dealt)):
-        plan = min(grids, key=lambda plan: plan.predicted.step_seconds if plan.predicted else math.inf)
+    if len(cluster.devices) > 1 and (others := predicted_grids(cluster, workload, dealt)):
+        plan = min(others, key=lambda plan: plan.predicted.step_seconds if plan.predicted else math.inf)
         found["round_robin"] = figures(plan, cluster, workload, dealt)
     return found
 
@@ -455,19 +461,25 @@ def rows_table(views: Sequence[Record], family: str) -> str:
     for v in views:
         if v["family"] != family or not is_main(v):
             continue
-        rows.append([
-            named(v["cluster"]), v["model"], thousands(v["seq_len"]), show(v["step_seconds"], ".3g"),
-            show(v["gain"], ".3f"), show(v["gain_any"], ".3f"), show(v["gain_free"], ".3f"),
-            show(v["gain_any_free"], ".3f"), show(v["gap"], ".1%"), f"{show(v['balance'])} / {show(v['even_balance'])}",
-            f"{show(v['memory_fraction'], '.0%')} / {show(v['even_memory_fraction'], '.0%')}",
-            f"{show(v['traffic'])} / {show(v['traffic_dealt'])}", v["mode"] or "–",
-            f"{v['devices']}" + (f" of {v['devices'] + v['excluded']}" if v["excluded"] else "") if v["mode"] else "–",
-            v["outcome"],
-        ])  # fmt: skip
+        cells = [named(v["cluster"]), v["model"], thousands(v["seq_len"])]
+        if v["mode"]:
+            gains = [f"{show(v[key], '.3f')} / {show(v[f'{key}_free'], '.3f')}" for key in ("gain", "gain_any")]
+            if v["outcome"] != "all fit":
+                gains[0] = v["outcome"] if v["gain"] is None else f"{gains[0]} ({v['outcome']})"
+            cells += [
+                f"{v['step_seconds']:.3g}", *gains, f"{v['gap']:.1%}",
+                f"{v['balance']:.2f} / {show(v['even_balance'])}",
+                f"{v['memory_fraction']:.0%} / {show(v['even_memory_fraction'], '.0%')}",
+                f"{show(v['traffic'])} / {show(v['traffic_dealt'])}", v["mode"],
+                f"{v['devices']} of {v['devices'] + v['excluded']}", str(v["replicas"]),
+            ]  # fmt: skip
+        else:
+            cells += ["–", v["outcome"], *["–"] * 8]
+        rows.append(cells)
     return markdown(
-        ["cluster", "model", "tokens", "step, s", "over even", "over any", "even, parameters free",
-         "any, parameters free", "gap", "balance, ours / even", "memory, ours / even", "traffic", "mode", "devices",
-         "outcome"], rows,
+        ["cluster", "model", "tokens", "step, s", "gain over even / parameters free",
+         "gain over any / parameters free", "gap", "balance, ours / even", "memory, ours / even",
+         "traffic: against even / own plan, dealt out", "mode", "devices", "replicas"], rows,
     )  # fmt: skip
 
 
@@ -609,108 +621,114 @@ def fill(text: str, parts: dict[str, str]) -> str:
 # Pictures ------------------------------------------------------------------------------------------------------
 
 
-def pictures(results: Sequence[Record], folder: Path) -> None:
-    """gain, balance, memory and traffic by length for each cluster; the FLOP-matched pairs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    views = [v for v in mixed([summary(r) for r in results]) if is_main(v) and v["family"] != "batch"]
-    by_length(
-        views,
-        folder / "gain.png",
-        "step of the rival / ours",
-        {"gain_any": "-", "gain": "--"},
-        1.0,
-        ("over any rival", "over the best even split over all devices"),
-    )
-    by_length(
-        views, folder / "balance.png", "mean / longest busy time", {"balance": "-", "even_balance": "--"}, 1.0,
-    )  # fmt: skip
-    by_length(
-        views, folder / "memory.png", "fullest device: share of memory",
-        {"memory_fraction": "-", "even_memory_fraction": "--"}, 0.95,
-    )  # fmt: skip
-    by_length(
-        views,
-        folder / "traffic.png",
-        "bytes between GPU models / dealt in turns",
-        {"traffic_dealt": "-", "traffic": "--"},
-        0.7,
-        ("own plan dealt out", "best even grid dealt out"),
-    )
-    matched(pairs([summary(r) for r in results]), folder / "pairs.png")
-
-
 COLOURS = {"llama_3b": "tab:green", "llama_7b": "tab:orange", "llama_13b": "tab:blue", "llama3_70b": "tab:red"}
+# File name -> axis label, level to compare with, and per line its figure, style and name.
+PICTURES: dict[str, tuple[str, float, list[tuple[str, Any, str]]]] = {
+    "gain": ("step of the rival / ours", 1.0, [
+        ("gain_any", "-", "over any rival"), ("gain", "--", "over the best even split over all devices"),
+    ]),
+    "balance": ("busy time, mean / longest", 1.0, [
+        ("balance", "-", "ours"), ("even_balance", "--", "best even split"),
+    ]),
+    "memory": ("fullest device, share of memory", 0.95, [
+        ("memory_fraction", "-", "ours"), ("even_memory_fraction", "--", "best even split"),
+    ]),
+    "traffic": ("bytes between models, ours / dealt out", 0.7, [
+        ("traffic_dealt", "-", "own plan dealt out"), ("traffic", "--", "best even grid dealt out"),
+    ]),
+}  # fmt: skip
 
 
-def by_length(views: Sequence[Record], path: Path, label: str, lines: dict[str, Any], level: float,
-    names: Sequence[str] = ("ours", "best even split"),
-) -> None:  # fmt: skip
-    """One panel per cluster, a line per model and key over the sequence length; dashes are the best even split."""
+def pictures(results: Sequence[Record], folder: Path) -> None:
+    """`PICTURES`, a panel per cluster, by length; the FLOP-matched pairs."""
     import matplotlib
 
     matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    views = [summary(r) for r in results]
+    shown = [v for v in mixed(views) if is_main(v) and v["family"] != "batch"]
+    for name, (label, level, lines) in PICTURES.items():
+        by_length(shown, folder / f"{name}.png", label, level, lines)
+    matched(pairs(views), folder / "pairs.png")
+
+
+def by_length(
+    views: Sequence[Record], path: Path, label: str, level: float, lines: Sequence[tuple[str, Any, str]]
+) -> None:
+    """A row of panels per family, a panel per cluster, a line per model and figure over the sequence length."""
     import matplotlib.pyplot as plt
 
-    clusters = list(dict.fromkeys(v["cluster"] for v in views))
-    columns = 4
+    families = {family: clusters for family in FAMILIES
+                if (clusters := list(dict.fromkeys(v["cluster"] for v in views if v["family"] == family)))}  # fmt: skip
+    columns = max(map(len, families.values()))
     figure, axes = plt.subplots(
-        -(-len(clusters) // columns), columns, figsize=(13, 3.0 * -(-len(clusters) // columns) + 0.6), sharey=True,
+        len(families), columns, figsize=(3.9 * columns, 2.7 * len(families) + 0.7), sharey="row",
         layout="constrained", squeeze=False,
     )  # fmt: skip
-    for axis, cluster in zip(axes.flat, clusters, strict=False):
-        found = [v for v in views if v["cluster"] == cluster]
-        lengths = sorted({v["seq_len"] for v in found})
-        for model, (key, style) in itertools.product(dict.fromkeys(v["model"] for v in found), lines.items()):
-            points = {v["seq_len"]: v[key] for v in found if v["model"] == model}
-            values = [math.nan if (p := points.get(n)) is None else p for n in lengths]
-            axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4, linewidth=1.6)
-        axis.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
-        axis.set_title(named(cluster), fontsize=11)
-        axis.set_xticks(range(len(lengths)), [thousands(n) for n in lengths])
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in list(axes.flat)[len(clusters) :]:
-        axis.set_visible(False)
-    for row in axes:
-        row[0].set_ylabel(label, fontsize=9)
+    for row, clusters in zip(axes, families.values(), strict=True):
+        for axis, cluster in itertools.zip_longest(row, clusters):
+            if cluster is None:
+                axis.set_visible(False)
+                continue
+            found = [v for v in views if v["cluster"] == cluster]
+            lengths = sorted({v["seq_len"] for v in found})
+            for model, (key, style, _) in itertools.product(dict.fromkeys(v["model"] for v in found), lines):
+                points = {v["seq_len"]: v[key] for v in found if v["model"] == model}
+                values = [math.nan if (point := points.get(n)) is None else point for n in lengths]
+                axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4)
+            axis.axhline(level, color="0.5", linewidth=0.8, linestyle=":")
+            axis.set_title(named(cluster), fontsize=11)
+            _axes(axis, lengths)
+        if max(row[0].get_ylim()) > 4:
+            row[0].set_yscale("log")
+            ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 40) if tick <= max(row[0].get_ylim())]
+            row[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            row[0].minorticks_off()
+        row[0].set_ylabel(label, fontsize=8)
     models = [model for model in COLOURS if any(v["model"] == model for v in views)]
-    handles = [plt.Line2D([], [], color=COLOURS[model], marker="o", markersize=4) for model in models]
-    if len(lines) > 1:
-        handles += [plt.Line2D([], [], color="0.3", linestyle=style) for style in lines.values()]
-        models += list(names)
-    figure.legend(handles, models, loc="outside lower center", ncols=len(models), frameon=False)
+    _legend(figure, models, [(name, style) for _, style, name in lines])
     figure.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(figure)
 
 
+def _axes(axis: Any, lengths: Sequence[int]) -> None:
+    axis.set_xticks(range(len(lengths)), [thousands(n) for n in lengths])
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Any, models: Sequence[str], styles: Sequence[tuple[str, Any]]) -> None:
+    """Below the panels: colours are models, line styles what is drawn."""
+    import matplotlib.pyplot as plt
+
+    handles = [plt.Line2D([], [], color=COLOURS[model], marker="o", markersize=4) for model in models]
+    handles += [plt.Line2D([], [], color="0.3", linestyle=style) for _, style in styles]
+    names = [*models, *(name for name, _ in styles)]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+
+
 def matched(found: Sequence[tuple[Record, Record, float]], path: Path) -> None:
     """Step on the mixed cluster over that on its FLOP-matched partner, a panel per pair, a line style per NICs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     styles: dict[int, Any] = dict(zip(NICS, (":", "--", "-"), strict=True))
+    styles = {nics: style for nics, style in styles.items() if any(v["nics"] == nics for v, _, _ in found)}
     figure, axes = plt.subplots(1, len(MATCHED), figsize=(10, 3.6), sharey=True, layout="constrained", squeeze=False)
     lengths = sorted({v["seq_len"] for v, _, _ in found})
     models = list(dict.fromkeys(v["model"] for v, _, _ in found))
-    for axis, (mixed_name, alone) in zip(axes.flat, MATCHED.items(), strict=True):
+    for axis, (name, alone) in zip(axes.flat, MATCHED.items(), strict=True):
         axis.axhspan(0.97, 1.03, color="0.92")
         for model, (nics, style) in itertools.product(models, styles.items()):
             points = {
                 v["seq_len"]: ratio
                 for v, _, ratio in found
-                if (v["cluster"], v["model"], v["nics"]) == (mixed_name, model, nics)
+                if (v["cluster"], v["model"], v["nics"]) == (name, model, nics)
             }
             values = [points.get(n, math.nan) for n in lengths]
-            axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4, linewidth=1.6)
-        axis.set_title(f"{named(mixed_name)} against {named(alone)}", fontsize=11)
-        axis.set_xticks(range(len(lengths)), [thousands(n) for n in lengths])
-        axis.spines[["top", "right"]].set_visible(False)
+            axis.plot(range(len(lengths)), values, style, color=COLOURS[model], marker="o", markersize=4)
+        axis.set_title(f"{named(name)} against {named(alone)}", fontsize=11)
+        _axes(axis, lengths)
     axes[0, 0].set_ylabel("step, mixed / A100 alone (grey: ±3 %)", fontsize=9)
-    handles = [plt.Line2D([], [], color=COLOURS[model], marker="o", markersize=4) for model in models]
-    handles += [plt.Line2D([], [], color="0.3", linestyle=style) for style in styles.values()]
-    labels = [*models, *(f"{nics} NIC{'s' if nics > 1 else ''} a node" for nics in NICS)]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    _legend(figure, models, [(f"{n} NIC{'s' if n > 1 else ''} a node", style) for n, style in styles.items()])
     figure.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(figure)
 
@@ -724,6 +742,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Row
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="(all)")
     add("--rows", nargs="+", default=[], metavar="TEXT", help="only rows whose name has all of these")
     add("--nics", nargs="+", type=int, choices=NICS, help="NICs per node (all; each family's own ones first)")
+    add("--main", action="store_true", help="only with each family's own number of NICs")
     add("--out", type=Path, default=Path("outputs/paper_suite"), help="results.json and results.csv (%(default)s)")
     add("--again", action="store_true", help="solve rows that are in the results, too")
     add("--docs", action="store_true", help="write tables and pictures into docs/ from the results; solve nothing")
@@ -733,6 +752,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Row
         for row in all_rows()
         if row.family in options.family
         and (options.nics is None or row.nics in options.nics)
+        and (row.nics == main_nics(row.cluster) or not options.main)
         and all(text in row.key for text in options.rows)
     ]
     if not rows:
