@@ -10,6 +10,7 @@ import pytest
 from recipes import simulate
 from tests.test_configs import composed
 
+SMALL = ("recipe=simulate", "+cluster=cpu_mixed", "data.seq_len=512")
 JOB = ("recipe=simulate", "+cluster=h100_a100", "model=llama3_8b", "data.seq_len=32768")
 
 
@@ -32,7 +33,7 @@ def test_prints_and_writes_what_was_simulated(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_trace_can_be_left_out(tmp_path: Path) -> None:
-    simulate.run(composed(*JOB, "recipe.trace=false"), tmp_path)
+    simulate.run(composed(*SMALL, "recipe.trace=false"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "simulation.json"]
 
 
@@ -51,5 +52,5 @@ def test_trace_can_be_left_out(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        simulate.run(composed(*JOB, override), tmp_path / "run")
+        simulate.run(composed(*SMALL, override), tmp_path / "run")
     assert not (tmp_path / "run").exists()
