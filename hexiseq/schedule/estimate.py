@@ -17,7 +17,7 @@ from hexiseq.cost import Kind, Wires
 from hexiseq.plan import Plan, Prediction, kv_heads
 from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
 
-FUSED_TOKENS = 32768  # of one kernel call, which makes merging cheap
+FUSED_TOKENS = 65536  # of one kernel call, which makes merging cheap
 
 
 class Job:

@@ -34,8 +34,9 @@ from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_s
 
 # Of one kernel call instead of `FUSED_TOKENS` where memory is tight; below it merging costs a tenth of attention.
 FEWER_TOKENS = 8192
-MOST_FUSED = 16  # slots of one call
+MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
+SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
 
 
@@ -324,7 +325,7 @@ class Search:
         elif groups == 1:
             return [(1.0, next(even_totals(n, 1)))]
         else:
-            most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups), n // 2)
+            most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, n // SMALL_SLOT), n // 2)
             totals = _totals(n, 2 * groups if n >= 4 * groups else groups, most)
         least = [2 if total >= 2 * groups else 1 for total in totals]
         return rank_totals(shares.tolist(), parts.counts, totals, least)

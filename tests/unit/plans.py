@@ -251,7 +251,7 @@ def draw_large(seed):
     speed = {r: places[r].device.gemm_tflops if matched else rng.random() + 1e-3 for r in range(len(places))}
     attends = {r: places[r].device.attention_forward_tflops if matched else rng.random() + 1e-3
                for r in range(len(places))}  # fmt: skip
-    grouped = draw_replicas(rng, range(len(places)), min(len(places), rng.choice((1, 1, 2, 3))))
+    grouped = draw_replicas(rng, range(len(places)), min(len(places), rng.choice((1, 1, 2, 3))), rng.choice((1, 4)))
     most = max(map(len, grouped))
     total = rng.randint(most, max(most, min(64, seq_len // 4)))
     slot = 2 * -(-seq_len // (2 * total))
