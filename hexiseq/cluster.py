@@ -162,6 +162,14 @@ class Cluster:
             for name in link.nodes:
                 if name not in known:
                     raise ValueError(f"cluster {self.name!r}: a link names node {name!r}; nodes are {', '.join(names)}")
+        table: dict[frozenset[str], float] = {}
+        for link in self.links:
+            known_gb_per_s = table.setdefault(frozenset(link.nodes), link.gb_per_s)
+            if known_gb_per_s != link.gb_per_s:
+                raise ValueError(
+                    f"cluster {self.name!r}: two links join {' and '.join(sorted(link.nodes))}, of {known_gb_per_s:g} "
+                    f"and {link.gb_per_s:g} GB/s; a link has the same bandwidth both ways: give it once"
+                )
         vendors = sorted({place.device.vendor for place in self.places})
         if "amd" in vendors and "nvidia" in vendors:
             raise ValueError(

@@ -145,6 +145,18 @@ class Rival:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """A part of what this plan wins over the best even one: the factor that ``source`` makes the step shorter by.
+
+    Sources build on one another, in this order: ``tokens`` by speed in the even plan's groups, ``heads`` by speed too,
+    ``grouping``: other groups, replicas, slots and exchange, ``devices``: leaving some out.
+    """
+
+    source: str
+    factor: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """All shards of all ranks, with the prediction that justified them.
 
@@ -181,6 +193,7 @@ class Plan:
     gap: float | None = None
     solve_seconds: float | None = None
     rivals: tuple[Rival, ...] = ()
+    gains: tuple[Gain, ...] = ()
 
     def __post_init__(self) -> None:
         _check_scalars(self)
@@ -278,7 +291,7 @@ class Plan:
     def digest(self) -> str:
         """Hash of all that decides what the ranks execute; predictions and rivals are not part of it."""
         data = self.to_dict()
-        for key in ("predicted", "bound", "gap", "solve_seconds", "rivals", "policy"):
+        for key in ("predicted", "bound", "gap", "solve_seconds", "rivals", "gains", "policy"):
             del data[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -450,6 +463,9 @@ def table(plan: Plan) -> str:
             for rival in plan.rivals
         ]
         lines += align(["way", "status", "step", "tokens/s", "time against this plan", "why"], rows)
+    if plan.gains:
+        factors = ", ".join(f"{gain.source} {gain.factor:.3f}x" for gain in plan.gains)
+        lines.append(f"gain over the best even plan, {math.prod(gain.factor for gain in plan.gains):.3f}x: {factors}")
     return "\n".join(lines)
 
 

@@ -114,6 +114,7 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         slot=strategy["slot"],
         exchange=strategy["exchange"],
         drop_devices=strategy["drop_devices"] and ranks is None,
+        time_limit_seconds=strategy["time_limit_seconds"],
     )
     return cluster, workload, plan
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,17 @@ def integer_program() -> mip.Model:
     program.verbose, program.threads, program.seed = 0, 1, 1
     program.max_mip_gap, program.max_mip_gap_abs = 1e-6, 1.0
     return program
+
+
+def solved(program: mip.Model) -> bool:
+    """Run the solver; whether it found anything. A failure is no more than a warning: there are rules of thumb."""
+    try:
+        program.optimize(max_nodes=MOST_NODES)
+    except Exception as error:  # whatever a native solver or its binding raises
+        warnings.warn(f"the integer program's solver failed ({type(error).__name__}: {error}); the plan is made by "
+                      "rounding and may be slower", stacklevel=2)  # fmt: skip
+        return False
+    return bool(program.num_solutions)
 
 
 # Heads ---------------------------------------------------------------------------------------------------------
@@ -142,8 +154,7 @@ def _best_path(options: list[list[Range]], least: float, piece: float, total: in
         taken.append(chosen)
         arriving = ending
     program.objective = mip.minimize(excess + piece * NANOSECONDS * mip.xsum(pieces))
-    program.optimize(max_nodes=MOST_NODES)
-    if not program.num_solutions:
+    if not solved(program):
         return None
     path = [r for ranges, chosen in zip(options, taken, strict=True)
             for r, x in zip(ranges, chosen, strict=True) if round(x.x)]  # fmt: skip
@@ -177,11 +188,24 @@ def share_tokens(total: int, seconds: tuple[float, ...], caps: tuple[int, ...]) 
         fullest.update(dict.fromkeys(members, most))
     program.add_constr(mip.xsum(held) >= total)
     program.objective = mip.minimize(finish)
-    program.optimize(max_nodes=MOST_NODES)
-    if not program.num_solutions:
-        return None
-    sizes = [round(fullest[member].x) for member in range(width)]
+    sizes = [round(fullest[member].x) for member in range(width)] if solved(program) else []
     for _ in range(sum(sizes) - total):  # what is too much goes from those that finish last
         sizes[max(range(width), key=lambda m: (sizes[m] * seconds[m], m))] -= 1
     fits = sum(sizes) == total and all(0 <= size <= cap for size, cap in zip(sizes, caps, strict=True))
-    return tuple(sizes) if fits else None
+    return tuple(sizes if fits else _fill(total, seconds, caps))
+
+
+def _fill(total: int, seconds: tuple[float, ...], caps: tuple[int, ...]) -> list[int]:
+    """The same by filling up one after the other, for when there is no program."""
+    level = max(0.0, (total - len(seconds)) / sum(1 / one for one in seconds))
+    sizes = [min(cap, int(level / one)) for one, cap in zip(seconds, caps, strict=True)]
+    waiting = [
+        ((size + 1) * one, m) for m, (size, one) in enumerate(zip(sizes, seconds, strict=True)) if size < caps[m]
+    ]
+    heapq.heapify(waiting)
+    for _ in range(total - sum(sizes)):
+        _, m = heapq.heappop(waiting)
+        sizes[m] += 1
+        if sizes[m] < caps[m]:
+            heapq.heappush(waiting, ((sizes[m] + 1) * seconds[m], m))
+    return sizes

@@ -61,8 +61,8 @@ class Options:
 class Search:
     """Best layout of a replica, of which the job has several that are alike."""
 
-    def __init__(self, job: Job, alike: Alike, options: Options) -> None:
-        self.job, self.alike, self.options = job, alike, options
+    def __init__(self, job: Job, alike: Alike, options: Options, *, even_heads: bool = False) -> None:
+        self.job, self.alike, self.options, self.even_heads = job, alike, options, even_heads
         ranks = alike.ranks[0]
         self.places = [job.places[rank] for rank in ranks.tolist()]
         self.workload = dataclasses.replace(job.workload, sequences=alike.sequences)
@@ -108,6 +108,14 @@ class Search:
         if (found := self.best or self.misfit) is not None:
             for plan in exchanges(found, self.options.exchange)[1:]:
                 self.offer(plan)
+        return self.best
+
+    def lay_out_groups(self, grouping: Grouping) -> Plan | None:
+        """The best plan with these groups that fits, by rounding or by the integer program, with either exchange."""
+        for slots_of in (self.round_slots, self.program_slots):
+            if (plan := self.settle(grouping, slots_of)) is not None:
+                for other in exchanges(plan, self.options.exchange):
+                    self.offer(other)
         return self.best
 
     def offer(self, plan: Plan) -> float:
@@ -305,6 +313,8 @@ class Search:
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
         model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS) - 1
+        if self.even_heads:
+            return (model.heads // len(members),) * len(members)
         seconds = tuple((self.attention[members] * tokens).tolist())
         launch = tuple((self.launch[members] * calls).tolist())
         if head_caps is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mip
 import numpy as np
 
-from hexiseq.schedule.local import MOST_NODES, NANOSECONDS, integer_program
+from hexiseq.schedule.local import NANOSECONDS, integer_program, solved
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ def best_slots(classes: Sequence[GroupClass], counts: Sequence[int], total: int,
         sums.append(summed)
     model.add_constr(mip.xsum(sums) == total)
     model.objective = mip.minimize(linear + attention)
-    model.optimize(max_nodes=MOST_NODES)
-    if not model.num_solutions:
+    if not solved(model):
         return None
     # Rounding a solver's floats must not lose a slot.
     found = tuple(round(summed.x) for summed in sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import Kind, OutOfMemory
-from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Plan, Rival
+from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Gain, Plan, Rival
 from hexiseq.schedule.drafts import Draft, draft, written
 from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import (
@@ -263,10 +264,12 @@ def _hexiseq(
     """The fastest plan, of all devices or a part of them; never slower than the even ones."""
     everyone = Job(cluster, cluster.places, workload)
     best, misfit = _search(everyone, options, refine=True)
-    seed = even["even"]
-    if isinstance(seed, Draft) and (best is None or seed.seconds < best.seconds):
-        best = seed
-    full, fast = best, even["fast_only"]
+    seed, fast = even["even"], even["fast_only"]
+    steps = [seed, *_by_speed(seed, options)] if isinstance(seed, Draft) else []
+    for step in steps:
+        if best is None or step.seconds < best.seconds:
+            best = step
+    full = best
     if drop_devices and isinstance(fast, Draft) and (best is None or fast.seconds < best.seconds):
         best = fast
     for places in _subsets(cluster) if drop_devices else ():
@@ -293,7 +296,44 @@ def _hexiseq(
     why = "the job does not fit memory with it" if full is None else (
         f"the step is slower with it: {full.seconds:.4g} s against {best.seconds:.4g} s"
     )  # fmt: skip
-    return _written(best, "hexiseq", cluster, why)
+    plan = _written(best, "hexiseq", cluster, why)
+    if steps and full is not None:
+        # What is no better is not taken.
+        seconds = list(itertools.accumulate([*(step.seconds for step in steps), full.seconds, best.seconds], min))
+        sources = zip(("tokens", "heads", "grouping", "devices"), itertools.pairwise(seconds), strict=True)
+        gains = tuple(Gain(source, before / after) for source, (before, after) in sources)
+        plan = dataclasses.replace(plan, gains=gains)
+    return plan
+
+
+def _by_speed(even: Draft, options: Options) -> list[Draft]:
+    """The even plan with tokens by speed, and with tokens and heads by speed: each the last one where none fits."""
+    found = [even]
+    for even_heads in (True, False):
+        kinds: list[Kind] = []
+        for kind in even.kinds:
+            ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
+            grouping = [list(range(start, end)) for start, end in itertools.pairwise([0, *ends])]
+            search = Search(even.job, Alike(kind.ranks, kind.replica.sequences), options, even_heads=even_heads)
+            _adopt(search, kinds)
+            if (plan := search.lay_out_groups(grouping)) is None:
+                break
+            kinds.append(_matching(search, plan, kinds))
+        fits = len(kinds) == len(even.kinds) and (made := draft(even.job, kinds)).lacking_gb <= 0
+        found.append(made if fits else found[-1])
+    return found[1:]
+
+
+def _adopt(search: Search, kinds: Sequence[Kind]) -> None:
+    """All replicas of a plan have the slot and the exchange of the first."""
+    if kinds:
+        first = kinds[0].plan
+        search.options = dataclasses.replace(search.options, slot=first.slot, exchange=first.exchange)
+
+
+def _matching(search: Search, plan: Plan, kinds: Sequence[Kind]) -> Kind:
+    """The kind laid out, with the fusion of the first."""
+    return search.kind(dataclasses.replace(plan, fusion=kinds[0].plan.fusion) if kinds else plan)
 
 
 def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Draft | None]:
@@ -336,15 +376,10 @@ def _laid_out(job: Job, searches: Sequence[Search], refine: bool) -> tuple[Draft
     """All kinds of replicas laid out, with the slot, fusion and exchange of the first; whether they fit."""
     kinds: list[Kind] = []
     for search in searches:
-        if kinds:
-            first = kinds[0].plan
-            search.options = dataclasses.replace(search.options, slot=first.slot, exchange=first.exchange)
-        plan = search.run(refine) or search.misfit
-        if plan is None:
+        _adopt(search, kinds)
+        if (plan := search.run(refine) or search.misfit) is None:
             return None, False
-        if kinds:
-            plan = dataclasses.replace(plan, fusion=kinds[0].plan.fusion)
-        kinds.append(search.kind(plan))
+        kinds.append(_matching(search, plan, kinds))
     found = draft(job, kinds)
     return found, found.lacking_gb <= 0
 
