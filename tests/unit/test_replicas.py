@@ -1,0 +1,228 @@
+"""Data parallelism around CP-HP: replicas cover all devices, strong ones take more sequences, rivals have them too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+from hexiseq import cost
+from hexiseq.cluster import Cluster, Link, Node, Seat
+from hexiseq.plan import Plan, table
+from hexiseq.schedule import IllegalPolicy, solve
+from hexiseq.schedule.estimate import Alike, Job, even_estimate
+from hexiseq.schedule.even import CONTEXT_FIRST, HEAD_FIRST, even_grid, legal_widths
+from hexiseq.schedule.replicas import divisions, replica_numbers
+from hexiseq.schedule.solve import EVEN_POLICIES
+from tests.unit.test_schedule import A100, H100, L40S, LLAMA, job, mixed
+
+
+def classes(**counts: int) -> Cluster:
+    """So many nodes of eight of each type."""
+    types = {"h100": (H100, 450), "a100": (A100, 300), "l40s": (L40S, 31)}
+    nodes = tuple(
+        Node(name, (Seat(types[name][0]),) * 8, types[name][1], 4, 25, count) for name, count in counts.items()
+    )
+    return Cluster("classes", nodes)
+
+
+def check(plan: Plan, cluster: Cluster, workload) -> None:
+    """Whole, within memory, above the bound, and predicted as anybody would predict it."""
+    assert plan.sequences == workload.sequences
+    assert plan.world_size + len(plan.excluded) == len(cluster.places)
+    assert all(
+        used <= limit for used, limit in zip(plan.predicted.memory_gb, plan.predicted.memory_limit_gb, strict=True)
+    )
+    assert plan.gap >= -1e-9
+    again = cost.predict(plan, cluster, workload)
+    assert again.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert again.memory_gb == pytest.approx(plan.predicted.memory_gb, rel=1e-9)
+
+
+def test_short_sequences_get_replicas_and_strong_ones_more_sequences():
+    cluster, workload = classes(h100=2, a100=2), job(seq_len=16384, sequences=24)
+    plan = solve(cluster, workload)
+    check(plan, cluster, workload)
+    assert len(plan.replicas) > 1
+    one = {r.name: r.step_seconds for r in plan.rivals}
+    assert plan.predicted.step_seconds < one["even"]
+    alone = {}
+    for replica in plan.replicas:
+        types = {plan.devices[rank].type for rank in replica.ranks}
+        if len(types) == 1:
+            alone.setdefault(types.pop(), []).append(replica.sequences / len(replica.ranks))
+    if len(alone) == 2:  # replicas of one type each: sequences by speed
+        assert min(alone["h100_sxm"]) > max(alone["a100_80"])
+
+
+def test_one_sequence_is_one_replica():
+    plan = solve(mixed(), job(seq_len=65536))
+    assert len(plan.replicas) == 1
+    assert plan.replicas[0].sequences == 1
+
+
+@pytest.mark.parametrize("counts", [{"h100": 2, "a100": 2}, {"h100": 3, "a100": 2, "l40s": 1}, {"a100": 5}])
+@pytest.mark.parametrize("sequences", [1, 2, 3, 8, 17])
+def test_divisions_use_every_device_once_and_share_all_sequences(counts, sequences):
+    cluster = classes(**counts)
+    place = Job(cluster, cluster.places, job(seq_len=32768, sequences=sequences))
+    found = list(divisions(place))
+    assert found
+    for division in found:
+        ranks = np.concatenate([alike.ranks.ravel() for alike in division])
+        assert sorted(ranks.tolist()) == list(range(len(cluster.places)))
+        assert sum(alike.sequences * len(alike.ranks) for alike in division) == sequences
+        for alike in division:
+            assert len({place.wires.signature(row.tolist()) for row in alike.ranks}) == 1
+
+
+def test_numbers_of_replicas():
+    assert replica_numbers(8, 1) == [1]
+    assert replica_numbers(8, 6) == [1, 2, 3, 4, 6]
+    assert replica_numbers(10240, 160)[0] * 512 >= 10240
+    assert replica_numbers(10240, 4) == [4]  # larger than one would like, but there are no more sequences
+    assert len(replica_numbers(4096, 4096)) <= 8
+
+
+def test_many_devices_are_as_quick_as_their_kinds():
+    workload = job(seq_len=131072, sequences=32, recompute="full")
+    cluster = classes(h100=32, a100=32)  # 512 devices
+    plan = solve(cluster, workload, time_limit_seconds=60)
+    check(plan, cluster, workload)
+    assert len(plan.replicas) > 1
+    assert plan.gap < 0.15
+    assert {r.name: r.status for r in plan.rivals}["usp"] == "ok"
+
+
+@pytest.mark.parametrize("policy", ["ring", "usp", "loongtrain", "even", "fast_only"])
+def test_even_policies_have_equal_replicas(policy):
+    cluster, workload = classes(h100=1, a100=1), job(seq_len=32768, sequences=4, recompute="full")
+    plan = solve(cluster, workload, policy)
+    check(plan, cluster, workload)
+    assert plan.policy == policy
+    assert len({(len(replica.ranks), replica.sequences) for replica in plan.replicas}) == 1
+    for replica in plan.replicas:
+        tokens = [shard.num_tokens for group in replica.groups for shard in group.shards]
+        assert max(tokens) - min(tokens) <= 1
+    if policy == "fast_only":
+        assert {device.type for device in plan.devices} == {"h100_sxm"}
+        assert len(plan.excluded) == 8
+    row = next(rival for rival in plan.rivals if rival.name == policy)
+    assert row.step_seconds == plan.predicted.step_seconds
+    hexiseq = next(rival for rival in plan.rivals if rival.name == "hexiseq")
+    assert hexiseq.step_seconds <= min(r.step_seconds for r in plan.rivals if r.step_seconds) * (1 + 1e-9)
+
+
+def test_wider_policies_are_never_slower_than_those_they_contain():
+    for cluster in (mixed(), classes(h100=1, a100=1, l40s=1), classes(h100=2, a100=1)):
+        for sequences in (1, 4):
+            workload = job(seq_len=65536, sequences=sequences, recompute="full")
+            rows = {r.name: r.step_seconds or math.inf for r in solve(cluster, workload).rivals}
+            assert tuple(rows) == (*EVEN_POLICIES, "hexiseq")
+            assert rows["usp"] <= min(rows["ring"], rows["ulysses"])
+            assert rows["loongtrain"] <= rows["usp"]
+            assert rows["even"] <= rows["loongtrain"]
+            assert rows["hexiseq"] <= min(rows["even"], rows["fast_only"])
+
+
+def test_placements_differ_in_who_is_whose_neighbour():
+    places = mixed().places
+    heads = even_grid("usp", job(), places, 4, None, HEAD_FIRST)
+    context = even_grid("loongtrain", job(), places, 4, None, CONTEXT_FIRST)
+    assert [group.ranks for group in heads.replicas[0].groups] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [group.ranks for group in context.replicas[0].groups] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+@pytest.mark.parametrize("cluster", [classes(h100=2, a100=2), classes(h100=1, a100=1, l40s=2)])
+def test_estimates_of_even_grids_are_near(cluster):
+    workload = job(LLAMA, seq_len=262144, recompute="full")
+    place = Job(cluster, cluster.places, workload)
+    alike = Alike(np.arange(len(cluster.places))[None], 1)
+    for width in legal_widths(workload, len(cluster.places)):
+        for placement in (HEAD_FIRST, CONTEXT_FIRST):
+            plan = even_grid("usp", workload, cluster.places, width, None, placement)
+            judged = min(
+                cost.predict(
+                    dataclasses.replace(plan, exchange=exchange), cluster, workload, cluster.places
+                ).step_seconds
+                for exchange in ("ring", "allgather")
+            )
+            estimate = even_estimate(place, alike, width, placement == HEAD_FIRST)
+            assert 0.85 * judged < estimate < 1.25 * judged
+
+
+def test_gains_multiply_to_the_whole_and_are_printed():
+    for cluster, workload in (
+        (mixed(), job(seq_len=131072)),
+        (classes(h100=1, a100=1), job(seq_len=16384, sequences=8)),
+    ):
+        plan = solve(cluster, workload)
+        even = next(r for r in plan.rivals if r.name == "even").step_seconds
+        assert [gain.source for gain in plan.gains] == ["tokens", "heads", "grouping", "devices"]
+        assert all(gain.factor >= 1 for gain in plan.gains)
+        assert math.prod(g.factor for g in plan.gains) == pytest.approx(even / plan.predicted.step_seconds, rel=1e-9)
+        assert "gain over the best even plan" in table(plan)
+        assert Plan.from_dict(plan.to_dict()) == plan
+        assert dataclasses.replace(plan, gains=()).digest() == plan.digest()
+    same = classes(a100=1)
+    assert solve(same, job(seq_len=65536)).gains[0].factor < 1.05  # alike devices: next to nothing to gain
+
+
+def test_a_failing_solver_is_a_warning_and_a_plan(monkeypatch):
+    expected = solve(mixed(3), job(seq_len=100_000))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no licence")
+
+    monkeypatch.setattr("mip.Model.optimize", fail)
+    from hexiseq.schedule import local
+
+    for cached in (local.cut_heads, local.share_tokens):
+        cached.cache_clear()
+    with pytest.warns(UserWarning, match=r"solver failed \(RuntimeError: no licence\)"):
+        plan = solve(mixed(3), job(seq_len=100_000))
+    for cached in (local.cut_heads, local.share_tokens):
+        cached.cache_clear()
+    check(plan, mixed(3), job(seq_len=100_000))
+    assert plan.predicted.step_seconds < 1.1 * expected.predicted.step_seconds
+
+
+def test_a_short_time_limit_still_gives_a_plan():
+    cluster, workload = classes(h100=2, a100=2, l40s=2), job(seq_len=131072, recompute="full")
+    quick = solve(cluster, workload, time_limit_seconds=1e-6)
+    check(quick, cluster, workload)
+    even = next(r for r in quick.rivals if r.name == "even").step_seconds
+    assert (
+        solve(cluster, workload, time_limit_seconds=60).predicted.step_seconds <= quick.predicted.step_seconds <= even
+    )
+    for wrong in (0, -1, math.inf, "x", True):
+        with pytest.raises(ValueError, match=r"strategy\.time_limit_seconds must be a positive number"):
+            solve(cluster, workload, time_limit_seconds=wrong)
+
+
+def test_links_that_contradict_are_refused():
+    nodes = mixed().nodes
+    Cluster("twice", nodes, (Link(("h100", "a100"), 5.0), Link(("a100", "h100"), 5.0)))
+    with pytest.raises(ValueError, match=r"two links join a100 and h100, of 5 and 9 GB/s.*give it once"):
+        Cluster("contradiction", nodes, (Link(("h100", "a100"), 5.0), Link(("a100", "h100"), 9.0)))
+
+
+def test_plans_of_many_replicas_are_the_same_every_time():
+    cluster, workload = classes(h100=3, a100=2, l40s=1), job(seq_len=16384, sequences=12, recompute="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one, other = (solve(cluster, workload, time_limit_seconds=60) for _ in range(2))
+    assert dataclasses.replace(one, solve_seconds=None) == dataclasses.replace(other, solve_seconds=None)
+    check(one, cluster, workload)
+
+
+def test_too_many_sequences_for_even_replicas_are_said_to_be():
+    # Seven sequences do not divide over eight ranks but in one replica, which Ulysses cannot cut nine heads for.
+    from tests.unit.test_schedule import CORE, small_job
+
+    cluster = Cluster("eight", (Node("n", (Seat(CORE),) * 8, 1, 1, 1),))
+    with pytest.raises(IllegalPolicy, match="policy ulysses on 8 ranks"):
+        solve(cluster, small_job(sequences=7), "ulysses")
