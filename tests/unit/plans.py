@@ -107,6 +107,7 @@ def workload_of(plan, model, **changes):
 
 def with_memory(cluster, memory):
     """The cluster with the memory of each device type, in GB, where one is given."""
+
     def changed(node):
         seats = tuple(
             dataclasses.replace(seat, device=dataclasses.replace(seat.device, memory_gb=memory[seat.device.type]))
@@ -158,8 +159,9 @@ def draw_small(seed):
             laid.append((n, list(zip(members, sizes, heads, strict=True))))
         replicas.append((rng.randint(1, 3), laid))
     plan = plan_over(
-        places, replicas, model, seq_len, 2 * half, fusion=rng.randint(1, 4), exchange=rng.choice(("ring", "allgather")),
-        recompute=rng.choice(("none", "selective", "full")), dtype=rng.choice(("float32", "bfloat16", "float64")),
+        places, replicas, model, seq_len, 2 * half, fusion=rng.randint(1, 4),
+        exchange=rng.choice(("ring", "allgather")), recompute=rng.choice(("none", "selective", "full")),
+        dtype=rng.choice(("float32", "bfloat16", "float64")),
     )  # fmt: skip
     work = workload_of(plan, model, accumulation=rng.choice((1, 1, 3)), keep_parameters=rng.random() < 0.5)
     return plan, cluster, work
@@ -203,8 +205,8 @@ class Layout:
         elif len(members) > 1:
             a, b = rng.sample(range(len(members)), 2)
             at = 1 if kind == "tokens" else 2
-            moved = rng.randint(0, members[a][at]) if rng.random() < 0.3 else min(members[a][at], 1 if at == 2 else
-                                                                                max(1, members[a][1] // 16))  # fmt: skip
+            little = 1 if kind == "heads" else max(1, members[a][1] // 16)
+            moved = rng.randint(0, members[a][at]) if rng.random() < 0.3 else min(members[a][at], little)
             for member, change in ((a, -moved), (b, moved)):
                 entry = list(members[member])
                 entry[at] += change
