@@ -336,7 +336,7 @@ class Search:
             return [(1.0, next(even_totals(n, 1)))]
         else:
             most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, n // SMALL_SLOT), n // 2)
-            totals = _totals(n, 2 * groups if n >= 4 * groups else groups, most)
+            totals = slot_totals(n, 2 * groups if n >= 4 * groups else groups, most)
         least = [2 if total >= 2 * groups else 1 for total in totals]
         return rank_totals(shares.tolist(), parts.counts, totals, least)
 
@@ -423,7 +423,7 @@ class Parts:
 
 
 @functools.lru_cache(maxsize=256)
-def _totals(seq_len: int, least: int, most: int) -> tuple[int, ...]:
+def slot_totals(seq_len: int, least: int, most: int) -> tuple[int, ...]:
     """Numbers of slots that cover the sequence, from `least` to `most`, one of them in any case."""
     totals: list[int] = []
     for total in even_totals(seq_len, least):

@@ -1,0 +1,139 @@
+"""How long the scheduler takes, and how near the bound its plans are, from 8 to 10,240 GPUs.
+
+    python -m benchmarks.scheduler                       # a table; --json PATH writes each run
+    python -m benchmarks.scheduler --gpus 128 1024 --runs 9
+
+Clusters are nodes of eight GPUs, a quarter of them each of H100, A100, A800 and L40S (of two types below 32 GPUs). A
+call begins with the cluster as it was read and ends with the plan, rivals included; what it could keep from the call
+before is thrown away. Seconds are those of the process on one core, medians over runs; the first call of all, which
+loads the solver, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hexiseq.cluster import Cluster, Node, Seat, device_from_config
+from hexiseq.plan import Plan, align
+from hexiseq.schedule import solve
+from hexiseq.schedule.local import cut_heads, share_tokens
+from hexiseq.schedule.search import slot_totals
+from hexiseq.workload import ModelShape, Workload
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+INTRA_GB_PER_S = {"h100_sxm": 450.0, "a100_80": 300.0, "a800": 200.0, "l40s": 31.0}
+NIC_GB_PER_S = 25.0
+# GPUs, model, tokens of a sequence, sequences of a step.
+ROWS = (
+    (8, "llama_7b", 65536, 1),
+    (16, "llama_7b", 131072, 1),
+    (32, "llama_13b", 262144, 1),
+    (64, "llama_13b", 524288, 1),
+    (128, "llama_13b", 524288, 1),
+    (128, "llama3_70b", 1048576, 1),
+    (128, "llama3_70b", 131072, 8),
+    (256, "llama3_70b", 262144, 4),
+    (512, "llama3_70b", 262144, 8),
+    (1024, "llama3_70b", 262144, 16),
+    (1024, "llama3_70b", 1048576, 8),
+    (2560, "llama3_70b", 262144, 40),
+    (5120, "llama3_70b", 262144, 80),
+    (10240, "llama3_70b", 262144, 160),
+    (10240, "llama3_70b", 1048576, 64),
+)
+
+
+def cluster_of(gpus: int, nics: int) -> Cluster:
+    """Nodes of eight, a class of nodes for each type."""
+    types = list(INTRA_GB_PER_S)[: 4 if gpus >= 32 else 2 if gpus >= 16 else 1]
+    nodes = []
+    for name in types:
+        device = device_from_config(yaml.safe_load((CONF / "gpu" / f"{name}.yaml").read_text()))
+        seats = (Seat(device),) * 8
+        nodes.append(Node(name, seats, INTRA_GB_PER_S[name], nics, NIC_GB_PER_S, count=gpus // 8 // len(types)))
+    return Cluster(f"{gpus} GPUs", tuple(nodes))
+
+
+def workload_of(model: str, seq_len: int, sequences: int) -> Workload:
+    config = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text())
+    shape = ModelShape.from_hf_config(config["config"], config["name"])
+    recompute = "full" if model == "llama3_70b" else "selective"
+    return Workload(shape, seq_len, "bfloat16", recompute, sequences, 1, False)
+
+
+def call(gpus: int, nics: int, workload: Workload, time_limit_seconds: float) -> tuple[Plan, float]:
+    """A plan, and the CPU seconds it took."""
+    cluster = cluster_of(gpus, nics)
+    for cached in (cut_heads, share_tokens, slot_totals):
+        cached.cache_clear()
+    start = time.process_time()
+    plan = solve(cluster, workload, time_limit_seconds=time_limit_seconds)
+    return plan, time.process_time() - start
+
+
+def measure(row: tuple[int, str, int, int], options: argparse.Namespace) -> dict[str, Any]:
+    gpus, model, seq_len, sequences = row
+    workload = workload_of(model, seq_len, sequences)
+    runs = [call(gpus, options.nics, workload, options.time_limit) for _ in range(options.runs)]
+    plan, seconds = runs[0][0], [taken for _, taken in runs]
+    assert plan.predicted is not None
+    best = min((r.step_seconds for r in plan.rivals if r.step_seconds and r.name != "hexiseq"), default=None)
+    return {
+        "gpus": gpus,
+        "model": model,
+        "seq_len": seq_len,
+        "sequences": sequences,
+        "cpu_seconds": seconds,
+        "step_seconds": plan.predicted.step_seconds,
+        "gap": plan.gap,
+        "gain": best and best / plan.predicted.step_seconds,
+        "replicas": len(plan.replicas),
+        "excluded": len(plan.excluded),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", help="rows with these numbers of GPUs only")
+    parser.add_argument("--nics", type=int, default=8, help="of 25 GB/s, per node (%(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="calls of each row (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="wall seconds of a call (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers there")
+    options = parser.parse_args(arguments)
+    rows = [row for row in ROWS if not options.gpus or row[0] in options.gpus]
+    if not rows or options.runs < 1 or options.nics < 1:
+        parser.error(f"no row has so many GPUs: {options.gpus}; there are {sorted({row[0] for row in ROWS})}"
+                     if not rows else "--runs and --nics must be at least 1")  # fmt: skip
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    call(16, options.nics, workload_of("llama_7b", 65536, 1), options.time_limit)
+    found = []
+    for row in rows:
+        found.append(measure(row, options))
+        print(f"{row}: {statistics.median(found[-1]['cpu_seconds']):.3f} s", flush=True)
+    header = ["GPUs", "model", "tokens", "sequences", "seconds (least)", "step", "replicas", "left out", "gap", "gain"]
+    cells = [
+        [
+            f"{r['gpus']:,}", r["model"], f"{r['seq_len']:,}", str(r["sequences"]),
+            f"{statistics.median(r['cpu_seconds']):.3f} ({min(r['cpu_seconds']):.3f})", f"{r['step_seconds']:.4g} s",
+            str(r["replicas"]), str(r["excluded"]), f"{r['gap']:.1%}", f"{r['gain']:.2f}x" if r["gain"] else "-",
+        ]
+        for r in found
+    ]  # fmt: skip
+    print("\n".join(align(header, cells)))
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        options.json.write_text(json.dumps({"options": settings, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
