@@ -157,13 +157,13 @@ class OwnLinks(Carrier):
 class _Lane:
     """The transfers in flight over the same wires; each has moved `moved` bytes since the lane was last empty."""
 
-    __slots__ = ("flying", "moved", "rate", "since", "version", "wire", "wires")
+    __slots__ = ("flying", "moved", "rate", "shared", "since", "version", "wire", "wires")
 
     def __init__(self, wires: tuple[int, ...]) -> None:
         self.wires, self.wire = wires, wires[0]
         self.flying: list[tuple[float, int, Transfer]] = []  # a heap by what `moved` will be at the end
         self.moved = self.rate = self.since = 0.0
-        self.version = 0
+        self.shared = self.version = 0  # transfers when wires were last shared
 
 
 class SharedWires(Carrier):
@@ -185,7 +185,7 @@ class SharedWires(Carrier):
         self._lanes: dict[tuple[int, ...], _Lane] = {}
         self._lane_of: dict[Edge, _Lane] = {}
         self._queues: dict[tuple[str, int, int], deque[Transfer]] = defaultdict(deque)
-        self._dirty: dict[int, None] = {}
+        self._touched: dict[_Lane, None] = {}
         self._order = itertools.count()
 
     def _wire(self, name: str, gb_per_s: float) -> int:
@@ -225,12 +225,10 @@ class SharedWires(Carrier):
             return
         lane = self._lane((transfer.sender, transfer.receiver))
         self._advance(lane)
-        if not lane.flying:
-            lane.moved = 0.0
-            for wire in lane.wires:
-                self._lanes_on[wire][lane] = None
+        for wire in lane.wires:
+            self._lanes_on[wire][lane] = None
         heapq.heappush(lane.flying, (lane.moved + transfer.size, next(self._order), transfer))
-        self._dirty.update(dict.fromkeys(lane.wires))
+        self._touched[lane] = None
 
     def _arrive(self, transfer: Transfer) -> None:
         queue = self._queues[transfer.kind, transfer.sender, transfer.receiver]
@@ -246,10 +244,22 @@ class SharedWires(Carrier):
 
     def _settle(self) -> None:
         """Share the wires anew among all transfers that what has changed can matter to."""
-        if not self._dirty:
+        if not self._touched:
             return
-        wires, lanes = list(self._dirty), dict[_Lane, None]()
-        seen = set(wires)
+        wires, lanes, seen = list[int](), dict[_Lane, None](), set[int]()
+        for lane in self._touched:
+            if len(lane.flying) != lane.shared:
+                wires += [wire for wire in lane.wires if wire not in seen]
+                seen.update(lane.wires)
+            elif lane.flying:  # as many as before, so all keep their rates
+                lane.version += 1
+                self._expect(lane)
+            lane.shared = len(lane.flying)
+            if not lane.flying:
+                lane.moved = lane.rate = 0.0
+                for wire in lane.wires:
+                    self._lanes_on[wire].pop(lane, None)
+        self._touched = {}
         for wire in wires:  # grows as lanes lead to further wires
             for lane in self._lanes_on[wire]:
                 if lane not in lanes:
@@ -258,7 +268,6 @@ class SharedWires(Carrier):
                         if other not in seen:
                             seen.add(other)
                             wires.append(other)
-        self._dirty = {}
         for lane, (rate, wire) in self._shares(wires, lanes).items():
             self._advance(lane)
             lane.rate, lane.wire = rate, wire
@@ -303,12 +312,8 @@ class SharedWires(Carrier):
         done = []
         while lane.flying and lane.flying[0][0] <= lane.moved * (1 + 1e-12):
             done.append(heapq.heappop(lane.flying)[2])
-        self._dirty.update(dict.fromkeys(lane.wires))
+        self._touched[lane] = None
         lane.version += 1
-        if not lane.flying:
-            lane.rate = 0.0
-            for wire in lane.wires:
-                del self._lanes_on[wire][lane]
         name = self.names[lane.wire]
         for transfer in done:
             transfer.wire = name

@@ -7,6 +7,7 @@ have arrived; a transfer may start when both sides have posted it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict, deque
@@ -269,6 +270,30 @@ class Ring:
         ]
 
 
+def together(ring: Ring, messages: Sequence[RingMessage]) -> list[RingMessage]:
+    """The messages with those joined that both sides post in one block each, and the receiver needs in one block.
+
+    They follow one another on their way and nobody waits for a part of them, but that dKV of a block is passed on as it
+    comes in: joined, it goes when the last of it has come. Many slots fused into few calls are simulated so in a
+    fraction of the time.
+    """
+    block_of = [[i for i, block in enumerate(ring.blocks(g)) for _ in block] for g in range(ring.groups)]
+    home = {rank: g for g, members in enumerate(ring.members) for rank, _ in members}
+    found: dict[tuple, list[RingMessage]] = {}
+    for m in messages:
+        sending, receiving = block_of[home[m.sender]], block_of[home[m.receiver]]
+        needed = None if m.needed is None else receiving[m.needed]
+        key = (m.kind, m.sender, m.receiver, sending[m.tick], receiving[m.tick], needed)
+        found.setdefault(key, []).append(m)
+    return [
+        # A send is due with its first tick, a gradient when its last tick is done.
+        dataclasses.replace(
+            parts[0], tick=parts[0 if parts[0].kind == "kv" else -1].tick, rows=sum(part.rows for part in parts)
+        )
+        for parts in found.values()
+    ]
+
+
 class Mail:
     """The transfers of one layer's ring in one pass, as its ranks look for them."""
 
@@ -308,7 +333,7 @@ def ring_process(
     sends, arriving = mail.sends["kv", rank], mail.needed["kv", rank]
     grads, grads_arriving = mail.sends["dkv", rank], mail.needed["dkv", rank]
     grads_posting = mail.receives["dkv", rank]
-    flying: dict[str, deque[tuple[int, list[Transfer]]]] = {"kv": deque(), "dkv": deque()}
+    flying: dict[str, deque[tuple[int, Sequence[Transfer]]]] = {"kv": deque(), "dkv": deque()}
     blocks = ring.blocks(g)
     # A block's buffer is made for its first receive, and freed when its slots have been passed on.
     size = [sum(ring.used(g, ring.slot(g, t)) for t in block) / ring.slot_tokens for block in blocks]
@@ -324,26 +349,26 @@ def ring_process(
         for transfer in transfers:
             carrier.post(transfer, rank)
 
-    def send(kind: str, tick: int, transfers: list[Transfer]) -> None:
+    def send(kind: str, tick: int, transfers: Sequence[Transfer]) -> None:
         post(transfers)
         if transfers:
             flying[kind].append((tick, transfers))
 
     for t in range(n):
-        post(grads_posting[t])
+        post(grads_posting.get(t, ()))
     for index, block in enumerate(blocks):
         foreign = index > 0
-        yield [transfer for t in block for transfer in arriving[t]] if foreign else []
+        yield [transfer for t in block for transfer in arriving.get(t, ())] if foreign else []
         for t in block:
             # Receives are posted `due` ticks ahead, those of the first such ticks all at the start.
             ahead = range(n, due + 1) if t == 0 else range(t + due, t + due + 1)
             while made < len(blocks) and blocks[made].start < ahead.stop:
                 held.add(size[made])
                 made += 1
-            send("kv", t, sends[t])
+            send("kv", t, sends.get(t, ()))
             for tick in ahead:
                 if tick >= n:
-                    post(arriving[tick])
+                    post(arriving.get(tick, ()))
         yield reap("kv", block.start - lag)
         while passed and passed[0][0] <= block.start - SEND_LAG:
             held.add(-passed.popleft()[1])
@@ -351,12 +376,13 @@ def ring_process(
         if foreign:
             passed.append((block[-1], size[index]))
             for t in block:
-                yield grads_arriving[t]
-                send("dkv", t, grads[t])
-                post(grads_posting[t])
+                if t in grads_arriving:
+                    yield grads_arriving[t]
+                send("dkv", t, grads.get(t, ()))
+                post(grads_posting.get(t, ()))
         yield reap("dkv", block.start - SEND_LAG)
     yield reap("kv", ring.total)
-    yield grads_arriving[None]
+    yield grads_arriving.get(None, ())
     yield reap("dkv", ring.total)
     held.add(-held.now)
 

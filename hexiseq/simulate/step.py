@@ -32,7 +32,7 @@ from hexiseq.cost import (
 from hexiseq.cost.step import optimizer_seconds
 from hexiseq.plan import Plan, RankDevice, Replica
 from hexiseq.simulate.engine import Carrier, Clock, Edge, Process, SharedWires, Transfer, Work
-from hexiseq.simulate.ring import Held, Mail, Ring, check_finished, check_window, ring_process
+from hexiseq.simulate.ring import Held, Mail, Ring, check_finished, check_window, ring_process, together
 from hexiseq.workload import ModelShape, Workload
 
 LEAST_LAYERS = 3  # a first, one with neighbours on both sides, and a last
@@ -174,7 +174,7 @@ def simulate_step(
     noise = _Noise(slow, jitter, seed)
     kinds = [dataclasses.replace(workload, model=model) for model in workload.model.kinds]
     parts = [
-        [_Part(plan, replica, kind, places) for kind in kinds] for replica in plan.replicas
+        [_Part(plan, replica, kind, places, window) for kind in kinds] for replica in plan.replicas
     ]  # by replica and kind of layer  # fmt: skip
     chain = [k for k, kind in enumerate(kinds) for _ in range(min(layers, kind.model.layers))]
 
@@ -245,7 +245,9 @@ class _Pass:
 class _Part:
     """One replica's layers of one kind: what they compute and send, by the cost model."""
 
-    def __init__(self, plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> None:
+    def __init__(
+        self, plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place], window: int | None
+    ) -> None:
         cost = replica_cost(plan, replica, workload, places)
         self.cost, self.ranks = cost, cost.ranks.tolist()
         self.index = {rank: i for i, rank in enumerate(self.ranks)}
@@ -255,8 +257,9 @@ class _Part:
         self.backward = _pass("backward", cost, cost.grads_in, cost.grads_out)
         self.ring = Ring(plan, replica, causal=True)
         self.held = [Held() for _ in self.ranks]
-        kv = [message for message in self.ring.messages("kv")] if plan.exchange == "ring" else []
-        dkv = [message for message in self.ring.messages("dkv")] if plan.exchange == "ring" else []
+        kv, dkv = ((list(self.ring.messages(kind)) if plan.exchange == "ring" else []) for kind in ("kv", "dkv"))
+        if window is None:
+            kv, dkv = together(self.ring, kv), together(self.ring, dkv)
         self.messages = {"forward": kv, "backward": kv + dkv}
         rows: dict[tuple[str, int, int], int] = defaultdict(int)
         for message in kv + dkv:
