@@ -32,10 +32,10 @@ import yaml
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import OutOfMemory, lower_bound, match_places, predict, replica_cost
 from hexiseq.plan import (
+    DTYPES,
     EXCHANGES,
     POLICIES,
     Plan,
-    Prediction,
     RankDevice,
     fits_slots,
     make_replica,
@@ -122,7 +122,7 @@ def figures(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     busy = busy_seconds(plan, workload, places)
     return {
         "step_seconds": predicted.step_seconds,
-        "without_parameters_seconds": without_parameters(predicted),
+        "without_parameters_seconds": without_parameters(plan),
         "parameter_seconds": predicted.parameter_seconds,
         "balance": float(busy.mean() / busy.max()),
         "memory_fraction": max(memory),
@@ -170,16 +170,24 @@ def attention_forwards(workload: Workload) -> int:
     return 2 if workload.recompute == "full" else 1
 
 
-def without_parameters(predicted: Prediction) -> float:
-    """Step time if parameters moved for free, from the parts of a prediction.
+def without_parameters(plan: Plan) -> float:
+    """Step time if parameters moved for free, from the parts of a plan's prediction.
 
     Exact where compute decides, which is certain as soon as all wires together take less than the step. Where the wires
-    may decide, what compute or the other traffic takes by itself: exact but for exchanges that nothing hides.
+    may decide, what compute with what nothing hides, or the other traffic, takes by itself; a gather of KV counts as
+    hidden then, the return of its gradients as not.
     """
+    predicted = plan.predicted
+    assert predicted is not None
     moving = predicted.all_to_all_seconds + predicted.ring_seconds
     if predicted.step_seconds > moving + predicted.parameter_seconds:
         return predicted.step_seconds
-    return min(predicted.step_seconds, max(predicted.compute_seconds + predicted.all_to_all_seconds, moving))
+    bare = predicted.all_to_all_seconds
+    if plan.exchange == "allgather":
+        # Gathered once per pass; gradients are sums in fp32.
+        gathers, returned = 3 if plan.recompute == "full" else 2, max(4, DTYPES[plan.dtype]) / DTYPES[plan.dtype]
+        bare += predicted.ring_seconds * returned / (gathers + returned)
+    return min(predicted.step_seconds, max(predicted.compute_seconds + bare, moving))
 
 
 # Even grids, for what `solve` does not tell --------------------------------------------------------------------
@@ -267,7 +275,7 @@ def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
         "fast_only": predicted_grids(cluster, workload, fast),
     }
     for kind, plans in grids.items():
-        free = [without_parameters(plan.predicted) for plan in plans if plan.predicted]
+        free = [without_parameters(plan) for plan in plans]
         found[f"{kind}_without_parameters_seconds"] = min(free, default=None)
     try:
         ours = solve(cluster, workload, exchange=exchange)

@@ -124,13 +124,19 @@ def test_devices_are_dealt_out_in_turns() -> None:
 
 
 def test_step_without_parameter_traffic() -> None:
-    def predicted(step: float, parameters: float) -> Prediction:
-        return Prediction(step, 1.0, 6.0, 1.0, 2.0, parameters, (), ())
+    cluster, workload = setting(SMALL)
+    grids = {plan.exchange: plan for plan in suite.even_grids(workload, cluster.places)}
 
-    assert suite.without_parameters(predicted(8.0, 4.0)) == 8.0  # compute decides: 1 + 2 + 4 < 8
-    assert suite.without_parameters(predicted(12.0, 10.0)) == 7.0  # the wires may: what compute takes by itself
-    slow = dataclasses.replace(predicted(40.0, 30.0), ring_seconds=9.0)
-    assert suite.without_parameters(slow) == 10.0  # the wires do even without parameters: 1 + 9
+    def seconds(step: float, ring: float, parameters: float, exchange: str = "ring") -> float:
+        predicted = Prediction(step, 1.0, 6.0, 1.0, ring, parameters, (1.0,) * 8, (2.0,) * 8)
+        return suite.without_parameters(dataclasses.replace(grids[exchange], predicted=predicted))
+
+    assert seconds(8.0, 2.0, 4.0) == 8.0  # compute decides: 1 + 2 + 4 < 8
+    assert seconds(12.0, 2.0, 10.0) == 7.0  # the wires may: what compute takes by itself
+    assert seconds(40.0, 9.0, 30.0) == 10.0  # the wires do even without parameters: 1 + 9
+    # Gathered: of 2 gathers and a return of twice the bytes, the return is not hidden.
+    assert seconds(12.0, 2.0, 10.0, "allgather") == 8.0
+    assert seconds(7.5, 2.0, 10.0, "allgather") == 7.5
 
 
 def test_row_from_end_to_end(
