@@ -259,7 +259,7 @@ class SharedWires(Carrier):
                 lane.moved = lane.rate = 0.0
                 for wire in lane.wires:
                     self._lanes_on[wire].pop(lane, None)
-        self._touched = {}
+        touched, self._touched = self._touched, {}
         for wire in wires:  # grows as lanes lead to further wires
             for lane in self._lanes_on[wire]:
                 if lane not in lanes:
@@ -269,14 +269,16 @@ class SharedWires(Carrier):
                             seen.add(other)
                             wires.append(other)
         for lane, (rate, wire) in self._shares(wires, lanes).items():
-            self._advance(lane)
-            lane.rate, lane.wire = rate, wire
-            lane.version += 1
-            self._expect(lane)
+            lane.wire = wire
+            if rate != lane.rate or lane in touched:
+                self._advance(lane)
+                lane.rate = rate
+                lane.version += 1
+                self._expect(lane)
 
     def _expect(self, lane: _Lane) -> None:
         version = lane.version
-        ends = self.clock.now + max(0.0, lane.flying[0][0] - lane.moved) / lane.rate
+        ends = max(self.clock.now, lane.since + (lane.flying[0][0] - lane.moved) / lane.rate)
         self.clock.at(ends, lambda: self._complete(lane, version))
 
     def _shares(self, wires: Sequence[int], lanes: dict[_Lane, None]) -> dict[_Lane, tuple[float, int]]:
