@@ -202,7 +202,8 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     # A rank without tokens still feeds the model one dummy token.
     fed = np.array([max(shard.num_tokens, 1) for shard in shards], float)
     heads = np.array([shard.num_heads for shard in shards], float)
-    kv = np.array([np.diff(kv_heads(shard.heads, plan.gqa_ratio))[0] for shard in shards], float)
+    held = (kv_heads(shard.heads, plan.gqa_ratio) for shard in shards)
+    kv = np.array([last - first for first, last in held], float)
     cuts = np.array([len(fragments(shard.heads, plan.gqa_ratio)) for shard in shards], float)
 
     rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica, model.window)

@@ -15,11 +15,15 @@ from hexiseq.schedule.estimate import Job
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan for all ranks of a job, by kinds of replicas, and its prediction without memory."""
+    """A plan for all ranks of a job, by kinds of replicas; judged and weighed when first asked."""
 
     job: Job
     kinds: tuple[Kind, ...]
-    predicted: Prediction
+
+    @functools.cached_property
+    def predicted(self) -> Prediction:
+        """The prediction without memory."""
+        return self.job.judge(self.kinds)
 
     @property
     def seconds(self) -> float:
@@ -30,11 +34,6 @@ class Draft:
         """Of the rank that lacks most memory; at most 0 when all fit."""
         used, limit = self.job.memory(self.kinds)
         return float((used - limit).max())
-
-
-def draft(job: Job, kinds: Sequence[Kind]) -> Draft:
-    """Replicas of these kinds, which cover all ranks of the job, judged."""
-    return Draft(job, tuple(kinds), job.judge(kinds))
 
 
 def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()) -> Plan:

@@ -80,6 +80,7 @@ class Search:
         self.exchange = Exchange(job, ranks)
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
         self._seen: dict[tuple, tuple[float, Grouping]] = {}
+        self._weighed: tuple[Plan, list[float]] | None = None  # the plan last asked for, which is often asked for again
         self.best: Plan | None = None
         self.seconds = math.inf  # of the job with these replicas alone
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
@@ -99,8 +100,8 @@ class Search:
             if (plan := self.settle(grouping, self.round_slots)) is not None:
                 judged.append((self.offer(plan), index, grouping))
         judged.sort(key=lambda item: item[:2])
-        for _, _, grouping in judged[:REFINED] if refine else ():
-            for plan in self.refine(grouping):
+        for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
+            for plan in self.refine(grouping, other_totals=place == 0):
                 self.offer(plan)
                 if self.options.late():
                     break
@@ -111,11 +112,10 @@ class Search:
         return self.best
 
     def lay_out_groups(self, grouping: Grouping) -> Plan | None:
-        """The best plan with these groups that fits, by rounding or by the integer program, with either exchange."""
-        for slots_of in (self.round_slots, self.program_slots):
-            if (plan := self.settle(grouping, slots_of)) is not None:
-                for other in exchanges(plan, self.options.exchange):
-                    self.offer(other)
+        """The plan with these groups, if it fits, by the faster exchange."""
+        if (plan := self.settle(grouping, self.program_slots)) is not None:
+            for other in exchanges(plan, self.options.exchange):
+                self.offer(other)
         return self.best
 
     def offer(self, plan: Plan) -> float:
@@ -124,8 +124,7 @@ class Search:
         # A tie within rounding keeps the earlier plan, so that results do not hang on the last bit.
         if self.best is not None and seconds >= self.seconds * (1 - 1e-9):
             return seconds
-        used, limit = self.job.memory([self.kind(plan)])
-        if (lacking := float((used - limit).max())) > 0:
+        if (lacking := max(self.over_gb(plan))) > 0:
             if self.best is None and lacking < self.lacking:
                 self.misfit, self.lacking = plan, lacking
             return math.inf
@@ -213,15 +212,12 @@ class Search:
 
     # Layouts ---------------------------------------------------------------------------------------------------
 
-    def refine(self, grouping: Grouping) -> Iterator[Plan]:
-        """Plans with slots from the integer program, other numbers of slots and fusion, and the nodes in reverse."""
-        plan = self.settle(grouping, self.program_slots)
-        if plan is None:
-            return
-        yield plan
-        next_best = functools.partial(self.program_slots, choice=1)
-        if len(grouping) > 1 and self.options.slot is None and (other := self.settle(grouping, next_best)) is not None:
-            yield other
+    def refine(self, grouping: Grouping, other_totals: bool) -> Iterator[Plan]:
+        """Plans with slots from the integer program, for the best number of slots and the next best."""
+        for choice in range(2 if other_totals and len(grouping) > 1 and self.options.slot is None else 1):
+            plan = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
+            if plan is not None:
+                yield plan
 
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Share slots, lay out, and while a rank overflows cap what it may hold and share again."""
@@ -251,9 +247,11 @@ class Search:
 
     def over_gb(self, plan: Plan) -> list[float]:
         """Memory each rank lacks, by rank; negative where some is left."""
-        used, limit = self.job.memory([self.kind(plan)])
-        over = dict(zip(plan.replicas[0].ranks, (used - limit).tolist(), strict=True))
-        return [over[rank] for rank in range(len(self.places))]
+        if self._weighed is None or self._weighed[0] is not plan:
+            used, limit = self.job.memory([self.kind(plan)])
+            over = dict(zip(plan.replicas[0].ranks, (used - limit).tolist(), strict=True))
+            self._weighed = plan, [over[rank] for rank in range(len(self.places))]
+        return self._weighed[1]
 
     def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray) -> bool:
         """Lower the caps of ranks that overflow. False when nothing is left to lower."""
@@ -366,7 +364,7 @@ class Search:
         totals = [total for _, total in self.totals(parts, shares.tokens)]
         total = totals[min(choice, len(totals) - 1)] if totals else 0
         counts = self.program(parts, total, self.size(total)) if total >= len(parts.grouping) else None
-        return None if counts is None else (self.size(total), counts)
+        return self.round_slots(parts) if counts is None else (self.size(total), counts)
 
     def program(self, parts: Parts, total: int, slot: int) -> list[int] | None:
         """Slots of each group by `best_slots`."""

@@ -14,7 +14,7 @@ from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import Kind, OutOfMemory
 from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Gain, Plan, Rival
-from hexiseq.schedule.drafts import Draft, draft, written
+from hexiseq.schedule.drafts import Draft, written
 from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import (
     CONTEXT_FIRST,
@@ -183,6 +183,8 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
                 continue
             tried += 1
             for one in drafts:
+                if best is not None and one.seconds >= best.seconds * ESTIMATE_SLACK:
+                    break  # the other exchange does not make up for so much
                 if best is not None and one.seconds >= best.seconds:
                     continue
                 if one.lacking_gb <= 0:
@@ -209,11 +211,8 @@ def _judged(
         grid = even_grid(name, one, places, width, options.slot, placement)
     except IllegalPolicy as error:
         return error
-    found = []
-    for plan in exchanges(grid, options.exchange):
-        kinds = [kind_of(plan, alike.ranks) for alike in division]
-        found.append(draft(job, kinds))
-    return found
+    kinds = [[kind_of(plan, alike.ranks) for alike in division] for plan in exchanges(grid, options.exchange)]
+    return [Draft(job, tuple(one)) for one in kinds]
 
 
 def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
@@ -309,7 +308,8 @@ def _hexiseq(
 def _by_speed(even: Draft, options: Options) -> list[Draft]:
     """The even plan with tokens by speed, and with tokens and heads by speed: each the last one where none fits."""
     found = [even]
-    for even_heads in (True, False):
+    alike = all(len({even.job.device[rank] for rank in members}) == 1 for members in _groups(even))
+    for even_heads in (True,) if alike else (True, False):
         kinds: list[Kind] = []
         for kind in even.kinds:
             ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
@@ -319,9 +319,17 @@ def _by_speed(even: Draft, options: Options) -> list[Draft]:
             if (plan := search.lay_out_groups(grouping)) is None:
                 break
             kinds.append(_matching(search, plan, kinds))
-        fits = len(kinds) == len(even.kinds) and (made := draft(even.job, kinds)).lacking_gb <= 0
+        fits = len(kinds) == len(even.kinds) and (made := Draft(even.job, tuple(kinds))).lacking_gb <= 0
         found.append(made if fits else found[-1])
-    return found[1:]
+    return found[1:] if len(found) > 2 else [found[1]] * 2  # devices alike have equal heads at any rate
+
+
+def _groups(found: Draft) -> Iterator[list[int]]:
+    """Ranks of every group."""
+    for kind in found.kinds:
+        ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
+        for row in kind.ranks.tolist():
+            yield from (row[start:end] for start, end in itertools.pairwise([0, *ends]))
 
 
 def _adopt(search: Search, kinds: Sequence[Kind]) -> None:
@@ -380,7 +388,7 @@ def _laid_out(job: Job, searches: Sequence[Search], refine: bool) -> tuple[Draft
         if (plan := search.run(refine) or search.misfit) is None:
             return None, False
         kinds.append(_matching(search, plan, kinds))
-    found = draft(job, kinds)
+    found = Draft(job, tuple(kinds))
     return found, found.lacking_gb <= 0
 
 
