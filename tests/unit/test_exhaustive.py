@@ -453,11 +453,8 @@ BIG_CASES = {
     "hardly any memory": Case(
         of(node("a", holding(FAST, 4.2), holding(SLOW, 5)), node("b", ODD)), job((8, 2)), COARSE
     ),
-    "five on three nodes": Case(
-        of(node("a", FAST, FAST), node("b", SLOW, SLOW), node("c", ODD)), job((8, 2)), (5, 8, 12, 16)
-    ),
     "six of three types": Case(
-        of(node("a", FAST, FAST), node("b", SLOW, SLOW), node("c", ODD, ODD)), job((4, 2)), (6, 12)
+        of(node("a", FAST, FAST), node("b", SLOW, SLOW), node("c", ODD, ODD)), job((4, 2)), (6,)
     ),
     "six mixed": Case(of(node("a", FAST, SLOW, SLOW), node("b", FAST, SLOW, SLOW, nic=400)), job((8, 2)), (6, 12)),
 }  # fmt: skip
@@ -500,10 +497,10 @@ def draw_case(seed):
 KNOWN = {
     "no fast device holds it alone": "3.1 %", "hardly any memory": "3.2 %",
     "memory where it is slow": "0.9 %", "short": "0.5 %", "five on three nodes": "1.1 %",
-    1: "1.5 %", 5: "1.0 %", 12: "11.1 %", 16: "2.2 %", 17: "0.5 %", 18: "0.9 %", 28: "1.9 %", 35: "1.1 %", 37: "1.2 %", 42: "0.5 %",
-    43: "0.6 %", 47: "0.5 %", 49: "1.1 %", 51: "0.7 %", 59: "2.7 %",
+    1: "1.5 %", 5: "1.0 %", 12: "11.1 %", 16: "2.2 %", 17: "0.5 %", 18: "0.9 %", 28: "1.9 %", 35: "1.1 %",
+    37: "1.2 %", 42: "0.5 %", 43: "0.6 %", 47: "0.5 %", 49: "1.1 %", 51: "0.7 %", 59: "2.7 %",
 }  # fmt: skip
-BIG_KNOWN = {"mixed nodes": "7.6 %", "hardly any memory": "2.2 %"}
+BIG_KNOWN = {"mixed nodes": "7.6 %", "hardly any memory": "2.2 %", "six mixed": "2.2 %"}
 # Those of the first 60 draws that take a second or less, and those that take some; the rest takes minutes each.
 SEEDS = (0, 1, 3, 4, 5, 7, 8, 10, 11, 12, 13, 15, 16, 17, 18, 20, 21, 24, 26, 27, 28, 29, 30, 31, 33, 34, 36, 38, 39,
          40, 41, 42, 43, 45, 46, 47, 49, 50, 51, 52, 54, 55, 56, 58, 59)  # fmt: skip
