@@ -100,7 +100,7 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         (("+cluster=cpu_mixed", "model.config.vocab_size=10"), 2, ["vocab_size 10 is smaller"]),
         (("+cluster=cpu_mixed", "seed=99999999999"), 2, ["seed must be below 2^32"]),
         (("+cluster=cpu_mixed", "ckpt_path=empty"), 2, ["ckpt_path 'empty' is no whole checkpoint"]),
-        (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["recipe.name 'dance' is not one of plan, simulate, pretrain"]),
+        (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["'dance' is not one of plan, simulate, pretrain"]),
     ],
 )
 def test_mistakes_end_before_any_rank_starts(
