@@ -170,7 +170,7 @@ class Cluster:
                     f"cluster {self.name!r}: two links join {' and '.join(sorted(link.nodes))}, of {known_gb_per_s:g} "
                     f"and {link.gb_per_s:g} GB/s; a link has the same bandwidth both ways: give it once"
                 )
-        vendors = sorted({place.device.vendor for place in self.places})
+        vendors = sorted({device.vendor for device in self.devices})
         if "amd" in vendors and "nvidia" in vendors:
             raise ValueError(
                 f"cluster {self.name!r}: AMD and NVIDIA devices cannot share a job (no common collectives)"
@@ -193,7 +193,8 @@ class Cluster:
     @property
     def devices(self) -> tuple[Device, ...]:
         """The distinct device types, in order of appearance."""
-        return tuple(dict.fromkeys(place.device for place in self.places))
+        # By identity first: comparing thousands of devices field by field takes its time.
+        return tuple(dict.fromkeys({id(place.device): place.device for place in self.places}.values()))
 
     @cached_property
     def _link_table(self) -> dict[frozenset[str], float]:

@@ -10,6 +10,7 @@ is proportional to its tokens wherever it sits. See ``docs/plan-format.md``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -28,6 +29,8 @@ import numpy as np
 Interval = tuple[int, int]
 
 POLICIES = ("hexiseq", "ring", "ulysses", "usp", "loongtrain", "even", "fast_only", "manual")
+# What a plan says about itself; nothing that ranks execute depends on it.
+NOTES = ("policy", "predicted", "bound", "gap", "solve_seconds", "rivals", "gains")
 RECOMPUTE_MODES = ("none", "selective", "full")
 EXCHANGES = ("ring", "allgather")
 # auto: each rank takes the best its device and installation can run, and logs why.
@@ -198,10 +201,24 @@ class Plan:
     def __post_init__(self) -> None:
         _check_scalars(self)
         _check_ranks(self)
+        checked = set()
         for index, replica in enumerate(self.replicas):
+            # One of many replicas that are laid out alike speaks for all.
+            layout = tuple((group.slots, *((s.tokens, s.heads) for s in group.shards)) for group in replica.groups)
+            if layout in checked:
+                continue
+            checked.add(layout)
             _check_tokens(self, index, replica)
             for group_index, group in enumerate(replica.groups):
                 _check_heads(self, f"replica {index} group {group_index}", group)
+
+    def annotated(self, **notes: Any) -> Plan:
+        """The plan with other `NOTES`. The layout stays as it is, and is not checked again."""
+        assert set(notes) <= set(NOTES), f"not notes: {set(notes) - set(NOTES)}"
+        plan = copy.copy(self)
+        for name, value in notes.items():
+            object.__setattr__(plan, name, value)
+        return plan
 
     @property
     def world_size(self) -> int:
@@ -291,7 +308,7 @@ class Plan:
     def digest(self) -> str:
         """Hash of all that decides what the ranks execute; predictions and rivals are not part of it."""
         data = self.to_dict()
-        for key in ("predicted", "bound", "gap", "solve_seconds", "rivals", "gains", "policy"):
+        for key in NOTES:
             del data[key]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 

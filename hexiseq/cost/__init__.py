@@ -19,7 +19,16 @@ from hexiseq.cost.memory import (
     token_bytes,
     token_capacity,
 )
-from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, ReplicaCost, assess, passes, predict, replica_cost
+from hexiseq.cost.step import (
+    BACKWARD_ATTENTION,
+    BACKWARD_LINEAR,
+    ReplicaCost,
+    assess,
+    optimizer_seconds,
+    passes,
+    predict,
+    replica_cost,
+)
 from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, parameter_traffic
 
 __all__ = [
@@ -45,6 +54,7 @@ __all__ = [
     "lower_bound",
     "match_places",
     "memory_gb",
+    "optimizer_seconds",
     "parameter_traffic",
     "passes",
     "predict",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -56,6 +57,17 @@ class Job:
         # Bytes of a token's KV of one head, all layers of one pass; and of its gradient over that.
         self.kv_bytes = 2 * model.layers * model.head_dim * workload.element_bytes
         self.gradients = cost.accumulator_bytes(workload) / workload.element_bytes
+
+    @cached_property
+    def nodes(self) -> list[list[list[int]]]:
+        """Ranks of each node, by kind of node."""
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.wires.node.tolist()):
+            members.setdefault(node, []).append(rank)
+        kinds: dict[tuple, list[list[int]]] = {}
+        for ranks in members.values():
+            kinds.setdefault((id(self.places[ranks[0]].node_class), *self.device[ranks].tolist()), []).append(ranks)
+        return list(kinds.values())
 
     def calls(self, tokens: float) -> float:
         """Kernel calls over a group's tokens, each for so many foreign ones; half of all foreign slots are halves."""

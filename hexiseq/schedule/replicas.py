@@ -15,7 +15,7 @@ from hexiseq import cost
 from hexiseq.schedule.estimate import Alike, Job
 
 LARGEST = 512  # ranks of a replica that is tried where smaller ones are possible
-MOST_NUMBERS = 8  # numbers of replicas that are tried
+MOST_NUMBERS = 6  # numbers of replicas that are tried
 
 
 def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
@@ -46,20 +46,9 @@ def replica_numbers(ranks: int, sequences: int) -> list[int]:
     return small
 
 
-def _nodes(job: Job) -> list[list[list[int]]]:
-    """Ranks of each node, by kind of node."""
-    members: dict[int, list[int]] = {}
-    for rank, place in enumerate(job.places):
-        members.setdefault(place.node, []).append(rank)
-    kinds: dict[tuple, list[list[int]]] = {}
-    for ranks in members.values():
-        kinds.setdefault((id(job.places[ranks[0]].node_class), *job.device[ranks].tolist()), []).append(ranks)
-    return list(kinds.values())
-
-
 def _mixed(job: Job, number: int) -> list[list[int]]:
     """Every replica its part of every kind of node, whole nodes if there are enough; else parts of nodes."""
-    kinds = _nodes(job)
+    kinds = job.nodes
     nodes = sum(map(len, kinds))
     if number > nodes:
         return _inside(job, kinds, number)
@@ -88,7 +77,7 @@ def _inside(job: Job, kinds: list[list[list[int]]], number: int) -> list[list[in
 
 def _by_kind(job: Job, number: int) -> list[list[int]]:
     """Replicas of one kind of node each, kinds with more compute in more replicas."""
-    kinds = _nodes(job)
+    kinds = job.nodes
     if len(kinds) == 1 or number < len(kinds) or number > sum(map(len, kinds)):
         return []
     one = dataclasses.replace(job.workload, sequences=1)

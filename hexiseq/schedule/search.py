@@ -182,9 +182,9 @@ class Search:
         if not totals or totals[0][1] < len(grouping):
             return math.inf
         forward = backward = all_to_all = 0.0
-        heads = []
+        heads, calls = [], self.job.calls(float(shares.tokens.min()))
         for tokens, group, members in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
-            merge = self.job.calls(tokens) * self.merge[members]
+            merge = calls * self.merge[members]
             work = tokens * np.array(group.heads)
             forward = max(forward, float((work * (self.forward[members] + merge)).max()))
             backward = max(backward, float((work * (self.backward[members] + merge)).max()))
@@ -232,8 +232,8 @@ class Search:
             counts = self.lay_out(parts, slot, slots, caps)
             if counts is None:
                 break
-            # A call can only fuse slots that have arrived; a group holds about its own number of them.
-            most = max(1, min(max(slots) - 1, MOST_FUSED))
+            # A call wider than the slots that a neighbour keeps in flight would make it wait for gradients.
+            most = max(1, min(min(slots), max(slots) - 1, MOST_FUSED))
             fusions = (max(1, min(round(tokens / slot), most)) for tokens in (FUSED_TOKENS, FEWER_TOKENS))
             exchange = self.options.exchange or "ring"
             for fusion in dict.fromkeys(fusions):

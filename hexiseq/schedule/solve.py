@@ -121,8 +121,7 @@ def solve(
         rows = (*(_row(name, found[name]) for name in EVEN_POLICIES), _row("hexiseq", own))
     assert chosen.predicted is not None
     bound = cost.bound(cluster, workload)
-    return dataclasses.replace(
-        chosen,
+    return chosen.annotated(
         policy=policy,
         bound=bound,
         gap=chosen.predicted.step_seconds / bound.step_seconds - 1,
@@ -135,7 +134,7 @@ def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
     cost.check_workload(plan, workload)
     places = cost.match_places(plan, cluster)
     cost.check_memory(plan, cluster, workload, places)
-    return dataclasses.replace(plan, predicted=cost.predict(plan, cluster, workload, places))
+    return plan.annotated(predicted=cost.predict(plan, cluster, workload, places))
 
 
 # Even policies -------------------------------------------------------------------------------------------------
@@ -161,6 +160,7 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
             seconds = max(even_estimate(job, alike, width, placement == HEAD_FIRST) for alike in division)
             grids.append((seconds, len(grids), division, width, placement))
     grids.sort(key=lambda item: item[:2])
+    smallest = float(job.capacity.min())
     made: dict[int, list[Draft] | IllegalPolicy] = {}
     found: dict[str, Draft | ValueError] = {}
     for name in names:
@@ -175,6 +175,10 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
                 continue
             if best is not None and (tried >= JUDGED_GRIDS or seconds > best.seconds * ESTIMATE_SLACK):
                 break
+            # Without a head more than the tokens fit: no need to look closer, except to say what is lacking.
+            hopeless = job.workload.seq_len * division[0].sequences > division[0].ranks.shape[1] * smallest
+            if hopeless and (closest is not None or best is not None):
+                continue
             if index not in made:
                 made[index] = _judged(job, division, name, width, placement, options)
             drafts = made[index]
@@ -301,7 +305,7 @@ def _hexiseq(
         seconds = list(itertools.accumulate([*(step.seconds for step in steps), full.seconds, best.seconds], min))
         sources = zip(("tokens", "heads", "grouping", "devices"), itertools.pairwise(seconds), strict=True)
         gains = tuple(Gain(source, before / after) for source, (before, after) in sources)
-        plan = dataclasses.replace(plan, gains=gains)
+        plan = plan.annotated(gains=gains)
     return plan
 
 
@@ -413,9 +417,13 @@ def _written(found: Draft, policy: str, cluster: Cluster, why: str) -> Plan:
 def _subsets(cluster: Cluster) -> list[list[Place]]:
     """Parts of the cluster worth a try: only the fastest types, and all but one type, node class or node."""
     by_speed = sorted(cluster.devices, key=lambda d: -d.attention_forward_tflops)
-    keep = [set(by_speed[:n]) for n in range(1, len(by_speed))]
-    keep += [set(by_speed) - {device} for device in by_speed]
-    found = [[place for place in cluster.places if place.device in kept] for kept in keep]
+    keep = [by_speed[:n] for n in range(1, len(by_speed))]
+    keep += [[device for device in by_speed if device is not without] for without in by_speed]
+    types = {id(place.device): place.device for place in cluster.places}
+    found = []
+    for kept in keep:
+        inside = {key for key, device in types.items() if device in kept}
+        found.append([place for place in cluster.places if id(place.device) in inside])
     found += [[place for place in cluster.places if place.node_class is not node] for node in cluster.nodes]
     unique = {tuple(place.index for place in places): places for places in found}
     return [places for indices, places in unique.items() if 0 < len(indices) < len(cluster.places)]

@@ -26,10 +26,10 @@ from hexiseq.cost import (
     accumulator_bytes,
     check_workload,
     match_places,
+    optimizer_seconds,
     passes,
     replica_cost,
 )
-from hexiseq.cost.step import optimizer_seconds
 from hexiseq.plan import Plan, RankDevice, Replica
 from hexiseq.simulate.engine import Carrier, Clock, Edge, Process, SharedWires, Transfer, Work
 from hexiseq.simulate.ring import Held, Mail, Ring, check_finished, check_window, ring_process, together
