@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -422,10 +423,8 @@ class Parts:
 
 @functools.lru_cache(maxsize=256)
 def slot_totals(seq_len: int, least: int, most: int) -> tuple[int, ...]:
-    """Numbers of slots that cover the sequence, from `least` to `most`, one of them in any case."""
-    totals: list[int] = []
-    for total in even_totals(seq_len, least):
-        if total > most and totals:
-            break
-        totals.append(total)
-    return tuple(totals)
+    """Numbers of slots that cover the sequence, from `least` to `most`; if there are none, the next one."""
+    totals = np.arange(least, most + 1)
+    slots = 2 * -(-seq_len // (2 * totals))
+    found = totals[totals * slots - seq_len <= slots // 2].tolist()
+    return tuple(found) or tuple(itertools.islice(even_totals(seq_len, most + 1), 1))
