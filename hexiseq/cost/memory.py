@@ -425,11 +425,17 @@ def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> 
     return max(0, math.floor(np.min((free - chunk) / share)), math.floor(np.min(free / (share + row))))
 
 
+def least_token_bytes(workload: Workload) -> float:
+    """Bytes a token takes on its rank at the very least, while one layer is worked on."""
+    model = workload.model
+    kept, working = token_bytes(workload)
+    mlp = (2 * model.intermediate + 2 * model.hidden) * workload.element_bytes
+    return model.layers * kept + working + mlp
+
+
 def longest_length(workload: Workload, places: Sequence[Place]) -> int:
     """A length no plan over all these devices exceeds; 0 when one of them cannot hold the parameters."""
-    model, size = workload.model, workload.element_bytes
-    kept, working = token_bytes(workload)
-    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    per_token = least_token_bytes(workload)
     fixed = fixed_bytes(workload, len(places))
     free = [(MEMORY_FRACTION * p.device.memory_gb - p.device.overhead_gb) * GB - fixed for p in places]
     return 0 if min(free) < 0 else int(sum(free) / per_token)
@@ -437,9 +443,7 @@ def longest_length(workload: Workload, places: Sequence[Place]) -> int:
 
 def token_capacity(device: Device, workload: Workload, ranks: int) -> float:
     """Tokens of one sequence a device can hold at the very most, without any heads."""
-    kept, working = token_bytes(workload)
-    model, size = workload.model, workload.element_bytes
-    per_token = model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
+    per_token = least_token_bytes(workload)
     fixed = min(fixed_bytes(workload, ranks), fixed_bytes(workload, 1))
     free = (MEMORY_FRACTION * device.memory_gb - device.overhead_gb) * GB - fixed
     return max(0.0, free / per_token)

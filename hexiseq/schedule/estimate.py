@@ -18,7 +18,8 @@ from hexiseq.cost import Kind, Wires
 from hexiseq.plan import Plan, Prediction, kv_heads
 from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
 
-FUSED_TOKENS = 65536  # of one kernel call, which makes merging cheap
+# Of one kernel call: wide ones make merging cheap, narrow ones hold less KV; below 8,192 merging costs a tenth.
+FUSED_TOKENS = (65536, 8192, 1)
 
 
 class Job:
@@ -71,7 +72,7 @@ class Job:
 
     def calls(self, tokens: float) -> float:
         """Kernel calls over a group's tokens, each for so many foreign ones; half of all foreign slots are halves."""
-        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS, tokens))
+        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS[0], tokens))
 
     def judge(self, kinds: Sequence[Kind]) -> Prediction:
         """Step time of replicas of these kinds, without memory."""

@@ -33,11 +33,11 @@ from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
 
-# Of one kernel call instead of `FUSED_TOKENS` where memory is tight; below it merging costs a tenth of attention.
-FEWER_TOKENS = 8192
 MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
 SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
+FEW_RANKS = 8  # so few that coarse slots are tried, too
+NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
 
 
@@ -72,7 +72,7 @@ class Search:
         self.linear = sequences * job.linear[device]
         self.forward, self.backward = sequences * job.forward[device], sequences * job.backward[device]
         self.merge, self.launch = sequences * job.merge[device], job.launch[device]
-        merging = (job.forwards + 1) * job.calls(FUSED_TOKENS) * self.merge
+        merging = (job.forwards + 1) * job.calls(FUSED_TOKENS[0]) * self.merge
         self.attention = job.forwards * self.forward + self.backward + merging
         self.capacity = job.capacity[ranks] / sequences
         self.port, self.node = job.wires.port[ranks], np.unique(job.wires.node[ranks], return_inverse=True)[1]
@@ -101,6 +101,9 @@ class Search:
             if (plan := self.settle(grouping, self.round_slots)) is not None:
                 judged.append((self.offer(plan), index, grouping))
         judged.sort(key=lambda item: item[:2])
+        for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
+            for plan in self.coarse(grouping):
+                self.offer(plan)
         for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
             for plan in self.refine(grouping, other_totals=place == 0):
                 self.offer(plan)
@@ -220,11 +223,37 @@ class Search:
             if plan is not None:
                 yield plan
 
+    def coarse(self, grouping: Grouping) -> Iterator[Plan]:
+        """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
+        groups, slot = len(grouping), self.options.slot
+        if groups == 1 or slot is not None:
+            return
+        for order in (grouping, grouping[::-1]):
+            for total in slot_totals(self.workload.seq_len, groups, 5 * groups):
+                plan = self.settle(order, functools.partial(self.round_slots, total=total))
+                if plan is not None:
+                    yield plan
+
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
-        """Share slots, lay out, and while a rank overflows cap what it may hold and share again."""
+        """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
+        plan, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
+        if plan is None or free:
+            return plan
+        others = [self.fit(grouping, slots_of, tokens)[0] for tokens in FUSED_TOKENS[1:]]
+        fits = [one for one in (plan, *others) if one is not None and max(self.over_gb(one)) <= 0]
+        return min(fits, key=lambda one: self.job.judge([self.kind(one)]).step_seconds, default=plan)
+
+    def fit(
+        self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None], fused_tokens: int
+    ) -> tuple[Plan | None, bool]:
+        """Share slots, lay out, and while a rank overflows cap what it may hold and share again.
+
+        Returns:
+            The plan, the last one where none fits, and whether no rank had to be capped.
+        """
         caps, head_caps = self.capacity.copy(), np.full(len(self.places), self.workload.model.heads)
         plan = None
-        for _ in range(12):
+        for attempt in range(16):
             parts = self.parts(grouping, caps, head_caps)
             found = slots_of(parts) if parts is not None else None
             if parts is None or found is None:
@@ -235,16 +264,14 @@ class Search:
                 break
             # A call wider than the slots that a neighbour keeps in flight would make it wait for gradients.
             most = max(1, min(min(slots), max(slots) - 1, MOST_FUSED))
-            fusions = (max(1, min(round(tokens / slot), most)) for tokens in (FUSED_TOKENS, FEWER_TOKENS))
-            exchange = self.options.exchange or "ring"
-            for fusion in dict.fromkeys(fusions):
-                plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
-                if max(over_gb := self.over_gb(plan)) <= 0:
-                    return plan
-            assert plan is not None
+            fusion, exchange = max(1, min(round(fused_tokens / slot), most)), self.options.exchange or "ring"
+            plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
+            over_gb = self.over_gb(plan)
+            if max(over_gb) <= 0:
+                return plan, attempt == 0
             if not self.tighten(plan, over_gb, caps, head_caps):
                 break
-        return plan
+        return plan, False
 
     def over_gb(self, plan: Plan) -> list[float]:
         """Memory each rank lacks, by rank; negative where some is left."""
@@ -257,17 +284,15 @@ class Search:
     def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray) -> bool:
         """Lower the caps of ranks that overflow. False when nothing is left to lower."""
         changed = False
-        model, size = self.workload.model, self.workload.element_bytes
-        kept, working = cost.token_bytes(self.workload)
-        per_token = self.workload.sequences * (
-            model.layers * kept + working + (3 * model.heads + 2 * model.kv_heads) * model.head_dim * size
-        )
+        least = cost.least_token_bytes(self.workload) * self.workload.sequences
         for group in plan.replicas[0].groups:
             for shard in group.shards:
                 over = over_gb[shard.rank] * 1e9
                 if over <= 0:
                     continue
-                fewer = math.ceil(over / per_token) + 1
+                # What its tokens take on average is an upper estimate of what one of them takes.
+                taken = self.capacity[shard.rank] * least + over
+                fewer = math.ceil(over / max(least, taken / max(shard.num_tokens, 1))) + 1
                 if shard.num_tokens > 0 and (len(group.shards) == 1 or fewer <= shard.num_tokens):
                     caps[shard.rank] = max(0, min(caps[shard.rank], shard.num_tokens) - fewer)
                     changed = True
@@ -311,7 +336,7 @@ class Search:
 
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
-        model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS) - 1
+        model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS[0]) - 1
         if self.even_heads:
             return (model.heads // len(members),) * len(members)
         seconds = tuple((self.attention[members] * tokens).tolist())
@@ -337,24 +362,41 @@ class Search:
             most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, n // SMALL_SLOT), n // 2)
             totals = slot_totals(n, 2 * groups if n >= 4 * groups else groups, most)
         least = [2 if total >= 2 * groups else 1 for total in totals]
-        return rank_totals(shares.tolist(), parts.counts, totals, least)
+        ranked = rank_totals(shares.tolist(), parts.counts, totals, least)
+        caps = np.array([sum(c.caps) for c in parts.classes])
+        if (shares < NEARLY_FULL * caps).all():
+            return ranked
+        # Whole slots of a group that memory limits are fewer, which leaves the others more.
+        rescored = []
+        for _, total in ranked[:MOST_RESCORED]:
+            slot = self.size(total)
+            slots = round_slots(
+                shares[parts.index], (caps // slot)[parts.index], total, 2 if total >= 2 * groups else 1
+            )
+            rescored.append((round(float((np.array(slots) * slot / shares[parts.index]).max()), 3), total))
+        return sorted(rescored)
 
     def size(self, total: int) -> int:
         return self.options.slot or 2 * -(-self.workload.seq_len // (2 * total))
 
-    def round_slots(self, parts: Parts) -> tuple[int, list[int]] | None:
-        """Slot and slots per group: fractional shares, rounded so that the largest finish time is least."""
+    def round_slots(self, parts: Parts, total: int | None = None) -> tuple[int, list[int]] | None:
+        """Slot and slots per group: fractional shares, rounded so that the largest finish time is least.
+
+        Args:
+            total: number of slots, of which a group may then have one; None for the best number.
+        """
         shares = share(parts.classes, parts.counts, self.workload.seq_len)
         if shares is None:
             return None
-        total = next((total for _, total in self.totals(parts, shares.tokens)), 0)
-        groups = len(parts.grouping)
+        groups, given = len(parts.grouping), total is not None
+        if total is None:
+            total = next((total for _, total in self.totals(parts, shares.tokens)), 0)
         if total < groups:
             return None
         slot = self.size(total)
         room = np.array([sum(c.caps) // slot for c in parts.classes])
         # Two slots let a group's first foreign slot arrive while its own are computed.
-        least = 2 if total >= 2 * groups else 1
+        least = 2 if total >= 2 * groups and not given else 1
         return slot, round_slots(shares.tokens[parts.index], room[parts.index], total, least)
 
     def program_slots(self, parts: Parts, choice: int = 0) -> tuple[int, list[int]] | None:

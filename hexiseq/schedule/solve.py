@@ -32,6 +32,7 @@ EVEN_POLICIES = ("fast_only", "even", "ring", "ulysses", "usp", "loongtrain")
 EVEN_GRIDS = ("ring", "ulysses", "usp", "loongtrain", "even")  # the narrowest first: errors name it
 TIME_LIMIT_SECONDS = 2.0
 CONTAINED = {"usp": ("ring", "ulysses"), "loongtrain": ("usp",), "even": ("loongtrain",)}
+FEW_DEVICES = 8  # so few that every part of a cluster is looked at
 JUDGED_GRIDS = 6  # even grids of a policy that are judged in full
 ESTIMATE_SLACK = 1.15  # estimates of even grids are nearer than that
 REFINED_DIVISIONS = 2  # divisions into replicas that are searched in full; others by estimate
@@ -275,12 +276,11 @@ def _hexiseq(
     full = best
     if drop_devices and isinstance(fast, Draft) and (best is None or fast.seconds < best.seconds):
         best = fast
-    for places in _subsets(cluster) if drop_devices else ():
-        if options.late() and best is not None:
+    parts = _subsets(cluster) if drop_devices else []
+    floors = [_part_floor(places, workload) for places in parts]
+    for floor, places in sorted(zip(floors, parts, strict=True), key=lambda item: item[0]):
+        if best is not None and (floor >= best.seconds or options.late()):
             break
-        floor = cost.devices_bound([place.device for place in places], workload)
-        if best is not None and floor >= best.seconds:
-            continue
         job = Job(cluster, places, workload)
         part, _ = _search(job, options, refine=False)
         if part is not None and (best is None or part.seconds < 1.05 * best.seconds):
@@ -307,6 +307,15 @@ def _hexiseq(
         gains = tuple(Gain(source, before / after) for source, (before, after) in sources)
         plan = plan.annotated(gains=gains)
     return plan
+
+
+def _part_floor(places: Sequence[Place], workload: Workload) -> float:
+    """Seconds that no plan over all these devices beats: their compute, or parameters through the slowest NIC."""
+    compute = cost.devices_bound([place.device for place in places], workload)
+    nodes = {place.node: place.node_class.network_gb_per_s for place in places}
+    if len(nodes) == 1:
+        return compute
+    return max(compute, cost.parameter_traffic(workload, len(places)) / (min(nodes.values()) * 1e9))
 
 
 def _by_speed(even: Draft, options: Options) -> list[Draft]:
@@ -415,18 +424,37 @@ def _written(found: Draft, policy: str, cluster: Cluster, why: str) -> Plan:
 
 
 def _subsets(cluster: Cluster) -> list[list[Place]]:
-    """Parts of the cluster worth a try: only the fastest types, and all but one type, node class or node."""
-    by_speed = sorted(cluster.devices, key=lambda d: -d.attention_forward_tflops)
-    keep = [by_speed[:n] for n in range(1, len(by_speed))]
-    keep += [[device for device in by_speed if device is not without] for without in by_speed]
-    types = {id(place.device): place.device for place in cluster.places}
-    found = []
-    for kept in keep:
-        inside = {key for key, device in types.items() if device in kept}
-        found.append([place for place in cluster.places if id(place.device) in inside])
-    found += [[place for place in cluster.places if place.node_class is not node] for node in cluster.nodes]
+    """Parts of the cluster worth a try: of few devices all there are, else whole types, classes of nodes and nodes."""
+    if len(cluster.places) <= FEW_DEVICES:
+        found = _all_subsets(cluster)
+    else:
+        by_speed = sorted(cluster.devices, key=lambda d: -d.attention_forward_tflops)
+        keep = [by_speed[:n] for n in range(1, len(by_speed))]
+        keep += [[device for device in by_speed if device is not without] for without in by_speed]
+        types = {id(place.device): place.device for place in cluster.places}
+        found = []
+        for kept in keep:
+            inside = {key for key, device in types.items() if device in kept}
+            found.append([place for place in cluster.places if id(place.device) in inside])
+        for node_class in cluster.nodes:
+            own = [place for place in cluster.places if place.node_class is node_class]
+            found += [own, [place for place in own if place.node == own[0].node]]
+            found.append([place for place in cluster.places if place.node_class is not node_class])
     unique = {tuple(place.index for place in places): places for places in found}
     return [places for indices, places in unique.items() if 0 < len(indices) < len(cluster.places)]
+
+
+def _all_subsets(cluster: Cluster) -> list[list[Place]]:
+    """Every number of devices of each type on each node."""
+    alike: dict[tuple[int, int], list[Place]] = {}
+    for place in cluster.places:
+        alike.setdefault((place.node, id(place.device)), []).append(place)
+    counts = itertools.product(*(range(len(places) + 1) for places in alike.values()))
+    found = []
+    for numbers in counts:
+        chosen = [place for places, n in zip(alike.values(), numbers, strict=True) for place in places[:n]]
+        found.append(sorted(chosen, key=lambda place: place.index))
+    return sorted(found, key=len, reverse=True)
 
 
 def _explain(

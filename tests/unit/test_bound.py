@@ -75,7 +75,6 @@ def test_no_plan_is_pushed_below_the_bound(seed):
     assert best >= NEVER_BELOW
 
 
-@pytest.mark.xfail(strict=False, reason="the bound is 5.9 % above a plan that fits: capacity counts q, k, v, out twice")
 def test_attention_of_a_group_of_one_takes_no_more_memory_than_it_does():
     """In 32 bits it adds to its kernel's own result, so that a narrow MLP is all that a layer takes beside it."""
     devices = [make_device("fast", 800, 600, 560), make_device("slow", 50, 40, 35)]
@@ -110,7 +109,7 @@ def draw_job(seed):
 def test_no_plan_of_the_scheduler_is_below_the_bound(seed):
     cluster, work = draw_job(seed)
     try:
-        plan = solve(cluster, work, rivals=False)
+        plan = solve(cluster, work, rivals=False, time_limit_seconds=600)
     except (OutOfMemory, IllegalPolicy):
         assume(False)
     bound = lower_bound(cluster, work)

@@ -494,16 +494,13 @@ def draw_case(seed):
 
 
 # Cases in which a plan was found that is faster, by how much.
-KNOWN = {
-    "mixed nodes, fast network": "0.6 %", "no fast device holds it alone": "3.1 %", "hardly any memory": "3.2 %",
-    "memory where it is slow": "0.9 %", "short": "0.5 %", "five on three nodes": "1.1 %",
-    1: "1.5 %", 5: "1.0 %", 12: "11.1 %", 16: "2.2 %", 17: "0.5 %", 18: "0.9 %", 28: "1.9 %", 35: "1.1 %",
-    37: "1.2 %", 42: "0.5 %", 43: "0.6 %", 47: "0.5 %", 49: "1.1 %", 51: "0.7 %", 59: "2.7 %",
-}  # fmt: skip
+KNOWN = {"hardly any memory": "3.2 %", "memory where it is slow": "0.9 %"}
 BIG_KNOWN = {"mixed nodes": "7.6 %", "hardly any memory": "2.2 %", "six mixed": "2.2 %"}
-# Those of the first 60 draws that take a second or less, and those that take some; the rest takes minutes each.
-SEEDS = (0, 1, 3, 4, 5, 7, 8, 10, 11, 12, 13, 15, 16, 17, 18, 20, 21, 24, 26, 27, 28, 29, 30, 31, 33, 34, 36, 38, 39,
-         40, 41, 42, 43, 45, 46, 47, 49, 50, 51, 52, 54, 55, 56, 58, 59)  # fmt: skip
+# Of the first 60 draws, 14 in which plans were once missed, others that take a second or less, and those that take some
+# more; the rest takes minutes each.
+SEEDS = (1, 5, 12, 16, 17, 18, 20, 28, 42, 43, 47, 49, 51, 59)
+MORE_SEEDS = (0, 3, 4, 7, 8, 10, 11, 13, 15, 21, 24, 26, 27, 29, 30, 31, 33, 34, 36, 38, 39, 40, 41, 45, 46, 50, 52, 54,
+              55, 56, 58)  # fmt: skip
 BIG_SEEDS = (2, 22, 25, 35, 37, 57)
 
 
@@ -520,7 +517,7 @@ def known(names, faster):
 def check(case):
     """Solve, then look for a plan that is faster by more than `WORSE`."""
     try:
-        solved = solve(case.cluster, case.work, rivals=False)
+        solved = solve(case.cluster, case.work, rivals=False, time_limit_seconds=600)
     except (OutOfMemory, IllegalPolicy):
         solved = None
     below = (1 - WORSE) * solved.predicted.step_seconds if solved else math.inf
@@ -549,7 +546,7 @@ def test_no_plan_is_faster_among_more(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", known(BIG_SEEDS, KNOWN))
+@pytest.mark.parametrize("seed", known((*MORE_SEEDS, *BIG_SEEDS), KNOWN))
 def test_no_plan_is_faster_on_more_clusters_drawn(seed):
     check(draw_case(seed))
 
