@@ -5,7 +5,7 @@ Bytes and FLOPs follow what the runtime moves and computes for exactly these tok
 estimates. Arrays are indexed by rank.
 """
 
-from hexiseq.cost.bound import bound, compute_bound, devices_bound, even_bound, lower_bound, with_prediction
+from hexiseq.cost.bound import bound, compute_bound, devices_bound, lower_bound, with_prediction
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import (
     MEMORY_FRACTION,
@@ -49,7 +49,6 @@ __all__ = [
     "check_workload",
     "compute_bound",
     "devices_bound",
-    "even_bound",
     "kinds_memory_gb",
     "least_token_bytes",
     "longest_length",

@@ -35,7 +35,8 @@ def lower_bound(cluster: Cluster, workload: Workload) -> float:
     kinds = {tuple(place.device for place in places) for places in nodes.values()}
     within = min(devices_bound(kind, workload) for kind in kinds)
     second = sorted((places[0].node_class.network_gb_per_s for places in nodes.values()), reverse=True)[1] * GB
-    best = np.array([sorted(rates, reverse=True) for rates in _each_rate(devices)]).cumsum(axis=1)
+    each = [sorted((getattr(device, name) * 1e12 for device in devices), reverse=True) for name in RATES]
+    best = np.array(each).cumsum(axis=1)
     moved = [parameter_traffic(workload, ranks) / second for ranks in range(2, len(devices) + 1)]
     across = float(np.maximum(_spread(best[:, 1:], workload), moved).min())
     return max(everything, min(within, across))
@@ -53,10 +54,13 @@ def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
     if workload.sequences > 1:
         return spread
     per_token = _linear_flops_per_token(workload)
-    capacity = [token_capacity(device, workload, len(devices)) for device in devices]
-    seconds = [per_token / (device.gemm_tflops * 1e12) for device in devices]
-    freely = workload.seq_len / sum(1 / s for s in seconds)
-    return spread + workload.accumulation * max(0.0, _level(workload.seq_len, seconds, capacity) - freely)
+    kinds = _counted(devices)
+    capacity = [token_capacity(device, workload, len(devices)) for device, _ in kinds]
+    seconds = [per_token / (device.gemm_tflops * 1e12) for device, _ in kinds]
+    counts = [count for _, count in kinds]
+    freely = workload.seq_len / sum(count / s for count, s in zip(counts, seconds, strict=True))
+    level = _level(workload.seq_len, seconds, capacity, counts)
+    return spread + workload.accumulation * max(0.0, level - freely)
 
 
 def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
@@ -64,19 +68,22 @@ def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
     return _spread(_rates(devices), workload)
 
 
-def even_bound(devices: Sequence[Device], workload: Workload) -> float:
-    """Seconds of all compute when each of these devices has an equal part of it: all wait for the slowest."""
-    slowest = [len(devices) * min(rates) for rates in _each_rate(devices)]
-    return _spread(slowest, workload)
+def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
+    """The distinct devices, and how many there are of each."""
+    counts: dict[int, int] = {}
+    for device in devices:
+        counts[id(device)] = counts.get(id(device), 0) + 1
+    distinct = {id(device): device for device in devices}
+    return [(distinct[key], count) for key, count in counts.items()]
 
 
-def _each_rate(devices: Sequence[Device]) -> list[list[float]]:
-    names = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
-    return [[getattr(device, name) * 1e12 for device in devices] for name in names]
+RATES = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
 
 
 def _rates(devices: Sequence[Device]) -> list[float]:
-    return [sum(rates) for rates in _each_rate(devices)]
+    """Summed rates in FLOP/s."""
+    kinds = _counted(devices)
+    return [sum(count * getattr(device, name) * 1e12 for device, count in kinds) for name in RATES]
 
 
 def _linear_flops_per_token(workload: Workload) -> float:
@@ -99,14 +106,18 @@ def bound(cluster: Cluster, workload: Workload) -> Bound:
     return Bound(lower_bound(cluster, workload))
 
 
-def _level(total: float, seconds: Sequence[float], capacity: Sequence[float]) -> float:
-    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; infinite if none."""
-    filled, rate = 0.0, sum(1 / s for s in seconds)
+def _level(total: float, seconds: Sequence[float], capacity: Sequence[float], counts: Sequence[int]) -> float:
+    """Least time in which `total` tokens fit, each device at `seconds` a token up to `capacity`; infinite if none.
+
+    Args:
+        counts: devices of each kind.
+    """
+    filled, rate = 0.0, sum(count / s for count, s in zip(counts, seconds, strict=True))
     for time, i in sorted((capacity[i] * s, i) for i, s in enumerate(seconds)):
         if filled + rate * time >= total:
             return (total - filled) / rate
-        filled += capacity[i]
-        rate -= 1 / seconds[i]
+        filled += counts[i] * capacity[i]
+        rate -= counts[i] / seconds[i]
     return math.inf
 
 

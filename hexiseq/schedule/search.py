@@ -37,6 +37,7 @@ MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
 SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
 FEW_RANKS = 8  # so few that coarse slots are tried, too
+MOST_COARSE, MOST_UNEVEN = 12, 0.25  # coarse numbers of slots tried, and by how much their slowest group is late
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
 
@@ -225,11 +226,17 @@ class Search:
 
     def coarse(self, grouping: Grouping) -> Iterator[Plan]:
         """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
-        groups, slot = len(grouping), self.options.slot
-        if groups == 1 or slot is not None:
+        if len(grouping) == 1 or self.options.slot is not None:
             return
-        for order in (grouping, grouping[::-1]):
-            for total in slot_totals(self.workload.seq_len, groups, 5 * groups):
+        parts = self.parts(grouping, self.capacity)
+        shares = share(parts.classes, parts.counts, self.workload.seq_len) if parts is not None else None
+        if parts is None or shares is None:
+            return
+        totals = slot_totals(self.workload.seq_len, len(grouping), 5 * len(grouping))
+        ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, [1] * len(totals))
+        even_enough = [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
+        for order in (grouping, grouping[::-1]) if len(parts.classes) > 1 else (grouping,):
+            for total in even_enough[:MOST_COARSE]:
                 plan = self.settle(order, functools.partial(self.round_slots, total=total))
                 if plan is not None:
                     yield plan
