@@ -278,7 +278,7 @@ def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
         free = [without_parameters(plan) for plan in plans]
         found[f"{kind}_without_parameters_seconds"] = min(free, default=None)
     try:
-        ours = solve(cluster, workload, exchange=exchange)
+        ours = solve(cluster, workload, exchange=exchange, time_limit_seconds=60)
     except (OutOfMemory, IllegalPolicy) as error:
         status = "out_of_memory" if isinstance(error, OutOfMemory) else "illegal"
         return {**found, "status": status, "reason": str(error)}

@@ -36,7 +36,7 @@ from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_s
 MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
 SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
-FEW_RANKS = 8  # so few that coarse slots are tried, too
+FEW_RANKS = 6  # so few that coarse slots are tried, too
 MOST_COARSE, MOST_UNEVEN = 12, 0.25  # coarse numbers of slots tried, and by how much their slowest group is late
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
