@@ -18,9 +18,9 @@ import yaml
 
 from hexiseq.cluster import Cluster, device_from_config
 from hexiseq.cost import match_places, predict
-from hexiseq.plan import DTYPES, Plan, table
+from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
-from hexiseq.schedule import solve
+from hexiseq.schedule import modes, solve_modes
 from hexiseq.workload import ModelShape, Workload
 
 if TYPE_CHECKING:
@@ -106,9 +106,14 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         manual = Plan.load(strategy["plan"])
     elif strategy["plan"]:
         raise ValueError(f"strategy.plan={strategy['plan']} is only read by strategy=manual, not {strategy['policy']}")
-    plan = solve(
+    recompute, keep = strategy["recompute"], strategy["keep_parameters"]
+    if manual is not None:  # a plan has a mode
+        recompute = manual.recompute if recompute == "auto" else recompute
+        keep = False if keep == "auto" else keep
+    open_modes = modes(workload, None if recompute == "auto" else recompute, None if keep == "auto" else keep)
+    plan, workload = solve_modes(
         cluster,
-        workload,
+        open_modes,
         strategy["policy"],
         manual=manual,
         slot=strategy["slot"],
@@ -125,10 +130,10 @@ def workload_of(config: Config, cluster: Cluster) -> Workload:
         model=ModelShape.from_hf_config(config["model"]["config"], config["model"]["name"]),
         seq_len=config["data"]["seq_len"],
         dtype=common_dtype(strategy["dtype"], cluster),
-        recompute=strategy["recompute"],
+        recompute="selective" if strategy["recompute"] == "auto" else strategy["recompute"],
         sequences=trainer["sequences"],
         accumulation=trainer["accumulation"],
-        keep_parameters=strategy["keep_parameters"],
+        keep_parameters=strategy["keep_parameters"] is True,
     )
 
 
@@ -158,6 +163,8 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         ValueError: anything the user can put right, before any process starts.
     """
     cluster, workload, plan = solve_config(config, ranks=ranks)
+    config = {**config, "strategy": {**config["strategy"], "recompute": plan.recompute,
+                                     "keep_parameters": workload.keep_parameters}}  # fmt: skip
     if plan.dtype == "float16":
         lacking = ", ".join(d.type for d in cluster.devices if "bfloat16" not in d.dtypes) or "the configuration"
         raise ValueError(
@@ -320,9 +327,15 @@ def _check(config: Config) -> None:
         raise ValueError(
             f"strategy.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {timeout!r}"
         )
-    for key in ("keep_parameters", "drop_devices"):
-        if not isinstance(config["strategy"][key], bool):
-            raise ValueError(f"strategy.{key} must be true or false, got {config['strategy'][key]!r}")
+    strategy = config["strategy"]
+    if not isinstance(strategy["drop_devices"], bool):
+        raise ValueError(f"strategy.drop_devices must be true or false, got {strategy['drop_devices']!r}")
+    if strategy["keep_parameters"] != "auto" and not isinstance(strategy["keep_parameters"], bool):
+        raise ValueError(f"strategy.keep_parameters must be true, false or auto, got {strategy['keep_parameters']!r}")
+    if strategy["recompute"] not in (*RECOMPUTE_MODES, "auto"):
+        raise ValueError(
+            f"strategy.recompute {strategy['recompute']!r} is not one of {', '.join(RECOMPUTE_MODES)}, auto"
+        )
 
 
 def announce(job: Job) -> None:

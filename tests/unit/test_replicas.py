@@ -12,7 +12,7 @@ import pytest
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Link, Node, Seat
 from hexiseq.plan import Plan, table
-from hexiseq.schedule import IllegalPolicy, solve
+from hexiseq.schedule import IllegalPolicy, modes, solve, solve_modes
 from hexiseq.schedule.estimate import Alike, Job, even_estimate
 from hexiseq.schedule.even import CONTEXT_FIRST, HEAD_FIRST, even_grid, legal_widths
 from hexiseq.schedule.replicas import divisions, replica_numbers
@@ -226,3 +226,38 @@ def test_too_many_sequences_for_even_replicas_are_said_to_be():
     cluster = Cluster("eight", (Node("n", (Seat(CORE),) * 8, 1, 1, 1),))
     with pytest.raises(IllegalPolicy, match="policy ulysses on 8 ranks"):
         solve(cluster, small_job(sequences=7), "ulysses")
+
+
+def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own():
+    cluster, workload = classes(h100=1, a100=1), job(seq_len=131072)
+    every = modes(workload, None, None)
+    assert [(w.recompute, w.keep_parameters) for w in every][:3] == [
+        ("none", False),
+        ("none", True),
+        ("selective", False),
+    ]
+    plan, chosen = solve_modes(cluster, every)
+    check(plan, cluster, chosen)
+    alone = {}
+    for mode in every:
+        try:
+            alone[mode] = solve(cluster, mode)
+        except cost.OutOfMemory:
+            continue
+    assert plan.recompute == chosen.recompute
+    assert plan.predicted.step_seconds == min(p.predicted.step_seconds for p in alone.values())
+    for row in plan.rivals:
+        times = [r.step_seconds for p in alone.values() for r in p.rivals if r.name == row.name and r.step_seconds]
+        assert row.step_seconds == min(times, default=None)
+    even = next(r.step_seconds for r in plan.rivals if r.name == "even")
+    if plan.gains:
+        assert plan.gains[0].source == "modes"
+        assert math.prod(g.factor for g in plan.gains) == pytest.approx(even / plan.predicted.step_seconds, rel=1e-9)
+
+
+def test_modes_asked_for_are_not_changed_and_none_that_fits_is_an_error():
+    cluster = classes(a100=1)
+    workload = job(seq_len=131072)
+    assert modes(workload, "full", True) == [dataclasses.replace(workload, recompute="full", keep_parameters=True)]
+    with pytest.raises(cost.OutOfMemory, match="would fit"):
+        solve_modes(cluster, modes(job(seq_len=50_000_000), None, None))
