@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from hexiseq.cluster import Place
 
 Grouping = list[list[int]]  # per group its ranks, indices into the replica's places; outermost group first
 MOST_ACROSS = 16  # devices of a group across nodes
-MOST_COMBINATIONS = 64  # of node splits that are tried outright; beyond it they are improved one kind of node at a time
+MOST_COMBINATIONS = 16  # of node splits that are tried outright; beyond it they are improved one kind of node at a time
 
 
 class Nodes:
@@ -39,12 +40,13 @@ class Nodes:
         ]
 
     def starts(self) -> list[tuple[int, ...]]:
-        """Choices to begin with: all there are if they are few, else groups of about the same size everywhere."""
-        count = 1
-        for splits in self.splits:
-            count *= len(splits)
-        if count <= MOST_COMBINATIONS:
+        """Choices to begin with: all there are if they are few, else those of about the same size everywhere."""
+        if math.prod(len(splits) for splits in self.splits) <= MOST_COMBINATIONS:
             return list(itertools.product(*(range(len(splits)) for splits in self.splits)))
+        return self.alike()
+
+    def alike(self) -> list[tuple[int, ...]]:
+        """Choices of groups of about the same size everywhere."""
         widths = sorted({len(part) for splits in self.splits for split in splits for part in split})
         return list(dict.fromkeys(tuple(
             min(range(len(splits)), key=lambda i: (abs(_mean_width(splits[i]) - width), i)) for splits in self.splits

@@ -1,4 +1,4 @@
-"""What a job keeps for backward is a choice, too: the plan of the mode that suits it best, and the rivals' best ones."""
+"""What a job keeps for backward is a choice, too: the plan of the mode that suits it best, and the rivals' best."""
 
 from __future__ import annotations
 

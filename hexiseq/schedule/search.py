@@ -22,13 +22,7 @@ from hexiseq import cost
 from hexiseq.cost import Kind
 from hexiseq.plan import Plan, fits_slots
 from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, kind_of, ring_seconds
-from hexiseq.schedule.even import (
-    Counts,
-    build_plan,
-    even_totals,
-    exchanges,
-    slots_for,
-)
+from hexiseq.schedule.even import Counts, build_plan, even_totals, exchanges, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
@@ -140,7 +134,7 @@ class Search:
 
     def glance(self) -> float:
         """Estimated seconds of the best grouping of groups of one size in all nodes."""
-        return min(self.look(self.nodes.grouping(chosen)) for chosen in self.nodes.starts())
+        return min(self.look(self.nodes.grouping(chosen)) for chosen in self.nodes.alike())
 
     @functools.cached_property
     def nodes(self) -> Nodes:
