@@ -263,9 +263,23 @@ class Wires:
         """Time for ``sent[sender, receiver]`` bytes, all at one time."""
         if not sent.any():
             return 0.0
-        load = self.load()
-        self.add(load, np.arange(len(self.places))[None], sent)
-        return self.busiest(load, 0.0)
+        if self.link is not None:
+            load = self.load()
+            self.add(load, np.arange(len(self.places))[None], sent)
+            return self.busiest(load, 0.0)
+        # The same without a load: what is left when no link is special.
+        inside = sent * self._same
+        busy = float((np.maximum(inside.sum(1), inside.sum(0)) / self.port).max())
+        if len(self.nic) > 1:
+            outside = sent - inside
+            out, into = (np.bincount(self.node, outside.sum(axis)) for axis in (1, 0))
+            busy = max(busy, float((np.maximum(out, into) / self.nic).max()))
+        return busy
+
+    @cached_property
+    def _same(self) -> np.ndarray:
+        """Whether two ranks share a node."""
+        return self.node[:, None] == self.node
 
     def busiest(self, load: Load, circle: float) -> float:
         """Time of the busiest wire for `load` and `circle` bytes on every wire of the circle of all ranks."""
