@@ -20,26 +20,60 @@ from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, l
 def lower_bound(cluster: Cluster, workload: Workload) -> float:
     """Seconds of a step no feasible plan beats, on all of the cluster or a part of it.
 
-    Compute is spread in fractions (`devices_bound`). A plan stays on one node, with that node's compute, or its
-    parameters pass the NICs of two nodes at least: then the more devices, the less compute and the more traffic.
+    Compute is spread in fractions (`devices_bound`). Parameters pass every wire of the circle of all ranks, so that the
+    slowest wire a plan uses bounds it, and with it the devices it can have: those behind wires no slower. A plan on one
+    node has that node's ports, one on several has their NICs, and the ports of nodes on which it has several ranks.
     """
     devices = [place.device for place in cluster.places]
     everything = devices_bound(devices, workload)
     if math.isinf(everything):
-        return _spread(_rates(devices), workload)  # nothing fits; compute alone is still true
+        return float(_spread(_rates(devices), workload))  # nothing fits; compute alone is still true
     nodes: dict[int, list[Place]] = {}
     for place in cluster.places:
         nodes.setdefault(place.node, []).append(place)
-    if len(nodes) == 1:
-        return everything
-    kinds = {tuple(place.device for place in places) for places in nodes.values()}
-    within = min(devices_bound(kind, workload) for kind in kinds)
-    second = sorted((places[0].node_class.network_gb_per_s for places in nodes.values()), reverse=True)[1] * GB
-    each = [sorted((getattr(device, name) * 1e12 for device in devices), reverse=True) for name in RATES]
-    best = np.array(each).cumsum(axis=1)
-    moved = [parameter_traffic(workload, ranks) / second for ranks in range(2, len(devices) + 1)]
-    across = float(np.maximum(_spread(best[:, 1:], workload), moved).min())
-    return max(everything, min(within, across))
+    kinds: dict[tuple, list[list[Place]]] = {}
+    for places in nodes.values():
+        kinds.setdefault((id(places[0].node_class), *(id(place.device) for place in places)), []).append(places)
+    # One device alone gathers nothing from anybody.
+    least = min(devices_bound([device], workload) for device in cluster.devices)
+    for alike in kinds.values():
+        inside = [place.device for place in alike[0]]
+        least = min(least, _least(_all_rates(inside), workload, alike[0][0].node_class.intra_gb_per_s))
+    if len(nodes) > 1:
+        wires = {rate for alike in kinds.values() for rate in _wires(alike[0])}
+        for slowest in sorted(wires):
+            rates = np.concatenate([_reached(alike, slowest) for alike in kinds.values()], axis=1)
+            if rates.shape[1] > 1:
+                least = min(least, _least(rates, workload, slowest))
+    return max(everything, least)
+
+
+def _wires(node: Sequence[Place]) -> tuple[float, float]:
+    """GB/s that a plan across nodes gets to several devices of a node, and to one of them alone."""
+    node_class = node[0].node_class
+    return min(node_class.intra_gb_per_s, node_class.network_gb_per_s), node_class.network_gb_per_s
+
+
+def _reached(alike: Sequence[Sequence[Place]], slowest: float) -> np.ndarray:
+    """Rates of the devices on these nodes that no wire slower than that leads to: ``[kinds of work, devices]``.
+
+    Where ports are slower there is one device a node, the best for every kind of work.
+    """
+    several, alone = _wires(alike[0])
+    rates = _all_rates([place.device for place in alike[0]])
+    if several < slowest:
+        rates = rates.max(axis=1, keepdims=True) if alone >= slowest else rates[:, :0]
+    return np.tile(rates, len(alike))
+
+
+def _least(rates: np.ndarray, workload: Workload, wire_gb_per_s: float) -> float:
+    """Least seconds of any number, from two on, of devices of these rates around a circle of such a wire."""
+    count = rates.shape[1]
+    if count < 2:
+        return math.inf
+    best = np.sort(rates, axis=1)[:, ::-1].cumsum(axis=1)
+    moved = np.array([parameter_traffic(workload, ranks) for ranks in range(2, count + 1)]) / (wire_gb_per_s * GB)
+    return float(np.maximum(_spread(best[:, 1:], workload), moved).min())
 
 
 def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
@@ -78,6 +112,11 @@ def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
 
 
 RATES = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+
+
+def _all_rates(devices: Sequence[Device]) -> np.ndarray:
+    """Rates in FLOP/s, ``[kinds of work, devices]``."""
+    return np.array([[getattr(device, name) * 1e12 for device in devices] for name in RATES])
 
 
 def _rates(devices: Sequence[Device]) -> list[float]:
