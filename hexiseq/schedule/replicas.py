@@ -7,6 +7,7 @@ and nodes alike are searched once, so that a division of thousands of devices is
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
@@ -29,16 +30,19 @@ def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
                 yield _with_sequences(job, replicas)
 
 
-def replica_numbers(ranks: int, sequences: int) -> list[int]:
-    """Numbers of replicas, each with a rank and a sequence at least: powers of two, and divisors of the sequences."""
+def replica_numbers(ranks: int, sequences: int, *, even: bool = False) -> list[int]:
+    """Numbers of replicas, each with a rank and a sequence at least: powers of two, and divisors of the sequences.
+
+    Args:
+        even: only those that divide both ranks and sequences.
+    """
     most = min(ranks, sequences)
-    numbers = {
-        1,
-        most,
-        *(2**i for i in range(most.bit_length())),
-        *(n for n in range(1, most + 1) if not sequences % n),
-    }
-    found = sorted(number for number in numbers if number <= most)
+    if even:
+        common = math.gcd(ranks, sequences)
+        found = [number for number in range(1, common + 1) if common % number == 0]
+    else:
+        divisors = (number for number in range(1, most + 1) if sequences % number == 0)
+        found = sorted({1, most, *(2**i for i in range(most.bit_length()) if 2**i <= most), *divisors})
     small = [number for number in found if ranks <= LARGEST * number] or found[-1:]
     if len(small) > MOST_NUMBERS:  # as far apart from one another as they come
         picked = np.linspace(0, len(small) - 1, MOST_NUMBERS).round().astype(int)

@@ -223,9 +223,7 @@ def _judged(
 def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
     """Equally many ranks and sequences for every replica: neighbours together, or dealt over all replicas in turn."""
     ranks, sequences = len(job.places), job.workload.sequences
-    for number in replica_numbers(ranks, sequences):
-        if ranks % number or sequences % number:
-            continue
+    for number in replica_numbers(ranks, sequences, even=True):
         everyone = np.arange(ranks)
         layouts = [everyone.reshape(number, -1), everyone.reshape(-1, number).T] if number > 1 else [everyone[None]]
         for rows in layouts:

@@ -261,3 +261,10 @@ def test_modes_asked_for_are_not_changed_and_none_that_fits_is_an_error():
     assert modes(workload, "full", True) == [dataclasses.replace(workload, recompute="full", keep_parameters=True)]
     with pytest.raises(cost.OutOfMemory, match="would fit"):
         solve_modes(cluster, modes(job(seq_len=50_000_000), None, None))
+
+
+def test_even_replicas_divide_devices_and_sequences():
+    assert replica_numbers(24, 16, even=True) == [1, 2, 4, 8]
+    assert replica_numbers(1000, 7, even=True) == [1]  # nothing smaller is even
+    for ranks, sequences in ((96, 36), (1536, 768), (7, 7)):
+        assert all(ranks % n == sequences % n == 0 for n in replica_numbers(ranks, sequences, even=True))
