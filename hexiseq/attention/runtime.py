@@ -209,7 +209,8 @@ def runtime_for(plan: Plan, timeout: timedelta = DEFAULT_TIMEOUT) -> Runtime:
 
 
 def _forget_plan(key: int, gone: weakref.ref[Plan]) -> None:
-    if key in _by_plan and _by_plan[key][0] is gone:
+    # At the interpreter's end the table may be gone before the last plan is.
+    if _by_plan is not None and key in _by_plan and _by_plan[key][0] is gone:
         del _by_plan[key]
 
 

@@ -67,16 +67,16 @@ def _mixed(job: Job, number: int) -> list[list[int]]:
 
 
 def _inside(job: Job, kinds: list[list[list[int]]], number: int) -> list[list[int]]:
-    """Each node cut into as many replicas, with devices of each type in turn; none where nodes do not divide."""
+    """Every node cut into replicas, larger nodes into more, with devices of each type in turn."""
     nodes = [ranks for kind in kinds for ranks in kind]
-    if number % len(nodes) or any(len(ranks) % (number // len(nodes)) for ranks in nodes):
-        return []
-    parts = number // len(nodes)
+    parts = [1] * len(nodes)
+    for _ in range(number - len(nodes)):
+        parts[max(range(len(nodes)), key=lambda i: (len(nodes[i]) / parts[i], -i))] += 1
     found = []
-    for ranks in nodes:
+    for ranks, count in zip(nodes, parts, strict=True):
         by_type = sorted(ranks, key=lambda r: (job.device[r], r))
-        found += [sorted(by_type[i::parts]) for i in range(parts)]
-    return found
+        found += [sorted(by_type[i::count]) for i in range(count)]
+    return [ranks for ranks in found if ranks]
 
 
 def _by_kind(job: Job, number: int) -> list[list[int]]:

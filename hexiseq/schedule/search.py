@@ -99,6 +99,8 @@ class Search:
         for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
             for plan in self.coarse(grouping):
                 self.offer(plan)
+                if self.options.late():
+                    break
         for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
             for plan in self.refine(grouping, other_totals=place == 0):
                 self.offer(plan)
@@ -152,7 +154,8 @@ class Search:
         nodes, look = self.nodes, self.look
         starts = [(look(nodes.grouping(chosen)), chosen) for chosen in nodes.starts()]
         for grouping in nodes.across():
-            look(grouping)
+            if not self.options.late():
+                look(grouping)
         for seconds, chosen in sorted(starts)[:1]:
             better = True
             while better and not self.options.late():
@@ -165,7 +168,8 @@ class Search:
             return sorted(self._seen.values(), key=lambda item: (item[0], len(item[1]), item[1]))
 
         for _, grouping in order()[: 2 * JUDGED]:
-            look(grouping[::-1])
+            if not self.options.late():
+                look(grouping[::-1])
         # Of those that are equally fast, by what limits them all, one is enough: that of the fewest groups.
         ranked = order()
         distinct = [item for i, item in enumerate(ranked) if i == 0 or item[0] > ranked[i - 1][0] * (1 + 1e-9)]
@@ -238,7 +242,7 @@ class Search:
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
         plan, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
-        if plan is None or free:
+        if plan is None or free or self.options.late():
             return plan
         others = [self.fit(grouping, slots_of, tokens)[0] for tokens in FUSED_TOKENS[1:]]
         fits = [one for one in (plan, *others) if one is not None and max(self.over_gb(one)) <= 0]

@@ -32,6 +32,7 @@ EVEN_POLICIES = ("fast_only", "even", "ring", "ulysses", "usp", "loongtrain")
 EVEN_GRIDS = ("ring", "ulysses", "usp", "loongtrain", "even")  # the narrowest first: errors name it
 TIME_LIMIT_SECONDS = 2.0
 CONTAINED = {"usp": ("ring", "ulysses"), "loongtrain": ("usp",), "even": ("loongtrain",)}
+EXPLAIN_SECONDS = 5.0  # spent on the longest sequence that would fit; what is known by then is true, if not the longest
 FEW_DEVICES = 6  # so few that every part of a cluster is looked at
 JUDGED_GRIDS = 6  # even grids of a policy that are judged in full
 ESTIMATE_SLACK = 1.15  # estimates of even grids are nearer than that
@@ -174,7 +175,9 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
         for seconds, index, division, width, placement in grids:
             if not _belongs(name, width, placement, division[0].ranks.shape[1]):
                 continue
-            if best is not None and (tried >= JUDGED_GRIDS or seconds > best.seconds * ESTIMATE_SLACK):
+            if best is not None and (
+                tried >= JUDGED_GRIDS or seconds > best.seconds * ESTIMATE_SLACK or options.late()
+            ):
                 break
             # Without a head more than the tokens fit: no need to look closer, except to say what is lacking.
             hopeless = job.workload.seq_len * division[0].sequences > division[0].ranks.shape[1] * smallest
@@ -321,6 +324,9 @@ def _by_speed(even: Draft, options: Options) -> list[Draft]:
     found = [even]
     alike = all(len({even.job.device[rank] for rank in members}) == 1 for members in _groups(even))
     for even_heads in (True,) if alike else (True, False):
+        if options.late():
+            found.append(found[-1])
+            continue
         kinds: list[Kind] = []
         for kind in even.kinds:
             ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
@@ -370,7 +376,7 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
         candidates.append((estimated, index, searches))
     candidates.sort(key=lambda item: item[:2])
     for place, (_, _, searches) in enumerate(candidates):
-        if best is not None and (place >= REFINED_DIVISIONS or options.late()):
+        if (best is not None and place >= REFINED_DIVISIONS) or (place and options.late()):
             break
         found, fits = _laid_out(job, searches, refine)
         if found is not None and fits and (best is None or found.seconds < best.seconds):
@@ -459,16 +465,17 @@ def _explain(
     error: OutOfMemory, cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options
 ) -> OutOfMemory:
     """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
-    fits, full_fits = _longest(cluster, workload, policy, drop_devices, options), 0
+    fits, full_fits = _longest(cluster, workload, policy, drop_devices, options) or error.fits_seq_len, 0
     if fits < 2 and workload.recompute != "full":
         full = dataclasses.replace(workload, recompute="full")
-        full_fits = _longest(cluster, full, policy, drop_devices, options)
+        full_fits = _longest(cluster, full, policy, drop_devices, options) or error.full_fits_seq_len
     return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits)
 
 
 def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:
     """Largest length of a fixed grid, a hundredth fine, that fits; 0 when none does."""
-    slot, options = options.slot, dataclasses.replace(options, deadline=math.inf)
+    slot = options.slot
+    options = dataclasses.replace(options, deadline=time.perf_counter() + EXPLAIN_SECONDS)
     parts: list[Sequence[Place]] = [cluster.places]
     if policy == "hexiseq" and drop_devices:
         parts += _subsets(cluster)
@@ -481,7 +488,7 @@ def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bo
 
     def fits(index: int) -> bool:
         tokens = length(index)
-        if tokens < 2:
+        if tokens < 2 or options.late():
             return False
         shorter = dataclasses.replace(workload, seq_len=tokens)
         for limit, places in limits:
