@@ -33,6 +33,8 @@ SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
 FEW_RANKS = 6  # so few that coarse slots are tried, too
 MOST_COARSE, MOST_UNEVEN = 12, 0.25  # coarse numbers of slots tried, and by how much their slowest group is late
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
+MOST_ATTEMPTS, GENTLE_ATTEMPTS = 20, 8  # at shares that fit memory, and of these with small changes
+GRACE_SECONDS = 4.0  # beyond the time limit, to find anything that fits
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
 
 
@@ -50,8 +52,9 @@ class Options:
     exchange: str | None
     deadline: float
 
-    def late(self) -> bool:
-        return time.perf_counter() > self.deadline
+    def late(self, found: bool = True) -> bool:
+        """Whether the time is up; without anything found there is some more."""
+        return time.perf_counter() > self.deadline + (0.0 if found else GRACE_SECONDS)
 
 
 class Search:
@@ -91,7 +94,8 @@ class Search:
         judged: list[tuple[float, int, Grouping]] = []
         for index, (_, grouping) in enumerate(self.rank_groupings()):
             # Where memory is tight the best few may not fit.
-            if index and (self.options.late() or index >= (JUDGED if self.best is not None else 3 * JUDGED)):
+            any_fits = self.best is not None
+            if index and (self.options.late(any_fits) or index >= (JUDGED if any_fits else 3 * JUDGED)):
                 break
             if (plan := self.settle(grouping, self.round_slots)) is not None:
                 judged.append((self.offer(plan), index, grouping))
@@ -242,7 +246,7 @@ class Search:
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
         plan, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
-        if plan is None or free or self.options.late():
+        if plan is None or free or self.options.late(self.best is not None):
             return plan
         others = [self.fit(grouping, slots_of, tokens)[0] for tokens in FUSED_TOKENS[1:]]
         fits = [one for one in (plan, *others) if one is not None and max(self.over_gb(one)) <= 0]
@@ -258,7 +262,7 @@ class Search:
         """
         caps, head_caps = self.capacity.copy(), np.full(len(self.places), self.workload.model.heads)
         plan = None
-        for attempt in range(16):
+        for attempt in range(MOST_ATTEMPTS):
             parts = self.parts(grouping, caps, head_caps)
             found = slots_of(parts) if parts is not None else None
             if parts is None or found is None:
@@ -274,7 +278,7 @@ class Search:
             over_gb = self.over_gb(plan)
             if max(over_gb) <= 0:
                 return plan, attempt == 0
-            if not self.tighten(plan, over_gb, caps, head_caps):
+            if not self.tighten(plan, over_gb, caps, head_caps, gently=attempt < GENTLE_ATTEMPTS):
                 break
         return plan, False
 
@@ -286,8 +290,13 @@ class Search:
             self._weighed = plan, [over[rank] for rank in range(len(self.places))]
         return self._weighed[1]
 
-    def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray) -> bool:
-        """Lower the caps of ranks that overflow. False when nothing is left to lower."""
+    def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray, gently: bool) -> bool:
+        """Lower the caps of ranks that overflow. False when nothing is left to lower.
+
+        Args:
+            gently: by what a token takes on average, an upper estimate of what one less frees; else by what it frees at
+                the least.
+        """
         changed = False
         least = cost.least_token_bytes(self.workload) * self.workload.sequences
         for group in plan.replicas[0].groups:
@@ -295,9 +304,8 @@ class Search:
                 over = over_gb[shard.rank] * 1e9
                 if over <= 0:
                     continue
-                # What its tokens take on average is an upper estimate of what one of them takes.
-                taken = self.capacity[shard.rank] * least + over
-                fewer = math.ceil(over / max(least, taken / max(shard.num_tokens, 1))) + 1
+                average = (self.capacity[shard.rank] * least + over) / max(shard.num_tokens, 1)
+                fewer = math.ceil(over / (max(least, average) if gently else least)) + 1
                 if shard.num_tokens > 0 and (len(group.shards) == 1 or fewer <= shard.num_tokens):
                     caps[shard.rank] = max(0, min(caps[shard.rank], shard.num_tokens) - fewer)
                     changed = True

@@ -376,7 +376,7 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
         candidates.append((estimated, index, searches))
     candidates.sort(key=lambda item: item[:2])
     for place, (_, _, searches) in enumerate(candidates):
-        if (best is not None and place >= REFINED_DIVISIONS) or (place and options.late()):
+        if (best is not None and place >= REFINED_DIVISIONS) or (place and options.late(best is not None)):
             break
         found, fits = _laid_out(job, searches, refine)
         if found is not None and fits and (best is None or found.seconds < best.seconds):
