@@ -386,7 +386,7 @@ def validate(plan: Plan, packed: bool) -> tuple[float, float, float]:
     total, valid = 0.0, 0
     for index in range(len(data.validation_source)):
         ids, labels = (torch.from_numpy(x)[None] for x in data.validation_source[index])
-        batch = {"input_ids": ids, "labels": labels, **data.marks(data.validation_source, [index])}
+        batch = {"input_ids": ids, "labels": labels, **data.marks([data.validation_source.boundaries(index)])}
         loss, count = plain_loss(model, batch)
         total, valid = total + loss.item(), valid + count
     return validated, float(tested) / valid, total / valid
