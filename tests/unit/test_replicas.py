@@ -236,12 +236,12 @@ def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own():
         ("none", True),
         ("selective", False),
     ]
-    plan, chosen = solve_modes(cluster, every)
+    plan, chosen = solve_modes(cluster, every, time_limit_seconds=60)
     check(plan, cluster, chosen)
     alone = {}
     for mode in every:
         try:
-            alone[mode] = solve(cluster, mode)
+            alone[mode] = solve(cluster, mode, time_limit_seconds=60)
         except cost.OutOfMemory:
             continue
     assert plan.recompute == chosen.recompute
