@@ -249,11 +249,16 @@ class Search:
         if plan is None or free or self.options.late(self.best is not None):
             return plan
         others = [self.fit(grouping, slots_of, tokens)[0] for tokens in FUSED_TOKENS[1:]]
+        others += [self.fit(grouping, slots_of, tokens, gentle_attempts=0)[0] for tokens in FUSED_TOKENS]
         fits = [one for one in (plan, *others) if one is not None and max(self.over_gb(one)) <= 0]
         return min(fits, key=lambda one: self.job.judge([self.kind(one)]).step_seconds, default=plan)
 
     def fit(
-        self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None], fused_tokens: int
+        self,
+        grouping: Grouping,
+        slots_of: Callable[[Parts], tuple[int, list[int]] | None],
+        fused_tokens: int,
+        gentle_attempts: int = GENTLE_ATTEMPTS,
     ) -> tuple[Plan | None, bool]:
         """Share slots, lay out, and while a rank overflows cap what it may hold and share again.
 
@@ -278,7 +283,7 @@ class Search:
             over_gb = self.over_gb(plan)
             if max(over_gb) <= 0:
                 return plan, attempt == 0
-            if not self.tighten(plan, over_gb, caps, head_caps, gently=attempt < GENTLE_ATTEMPTS):
+            if not self.tighten(plan, over_gb, caps, head_caps, gently=attempt < gentle_attempts):
                 break
         return plan, False
 

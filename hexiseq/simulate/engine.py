@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import heapq
 import itertools
 from collections import defaultdict, deque
@@ -111,7 +112,7 @@ class Clock:
         self.at(self.now, go_on)
 
 
-class Carrier:
+class Carrier(abc.ABC):
     """Takes transfers from rank to rank: how fast is for its subclasses to say."""
 
     def __init__(self, clock: Clock) -> None:
@@ -129,8 +130,9 @@ class Carrier:
         transfer.posted, transfer.late = self.clock.now, late
         self._queue(transfer)
 
+    @abc.abstractmethod
     def _queue(self, transfer: Transfer) -> None:
-        raise NotImplementedError
+        """Begin the transfer as soon as its wires let it."""
 
     def _finish(self, transfer: Transfer) -> None:
         transfer.done, transfer.ended = True, self.clock.now

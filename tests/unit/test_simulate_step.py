@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hexiseq.cluster import Cluster, Device, Link, Node, Seat
+from hexiseq.cluster import Cluster, Link, Node, Seat
 from hexiseq.cost import match_places, parameter_traffic, passes, predict, replica_cost
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.schedule import solve
@@ -18,22 +18,9 @@ from hexiseq.simulate import StepSimulation, simulate_step, write_trace
 from hexiseq.simulate.engine import Clock, SharedWires, Transfer
 from hexiseq.testing import draw_plan
 from hexiseq.workload import ModelShape, Workload
+from tests.unit.test_schedule import A100, H100, L40S, LLAMA, gpu
 
-
-def gpu(name: str, gemm: float, forward: float, backward: float, **changes) -> Device:
-    values = dict(
-        type=name, vendor="nvidia", peak_tflops=gemm * 1.3, gemm_tflops=gemm, attention_forward_tflops=forward,
-        attention_backward_tflops=backward, memory_gb=80.0, hbm_gb_per_s=2000.0, overhead_gb=2.0, launch_us=10.0,
-        dtypes=("bfloat16", "float32", "float64"), kernel="torch_flash", source="test",
-    )  # fmt: skip
-    return Device(**{**values, **changes})
-
-
-H100 = gpu("h100_sxm", 790, 616, 560, hbm_gb_per_s=3350)
-A100 = gpu("a100_80", 271, 193, 187)
-L40S = gpu("l40s", 220, 190, 160, memory_gb=48, hbm_gb_per_s=864)
 CPU = gpu("cpu", 0.07, 0.05, 0.038, vendor="cpu", memory_gb=4.0, hbm_gb_per_s=8.0, overhead_gb=0.4, kernel="cpu")
-LLAMA = ModelShape("llama3_8b", 32, 4096, 14336, 32, 8, 128, 128256)
 LLAMA_13B = ModelShape("llama_13b", 40, 5120, 13824, 40, 40, 128, 32000)
 ATTENTION = ModelShape("attention", 4, 256, 256, 32, 32, 128, 256)  # next to no parameters
 WINDOWED = dataclasses.replace(LLAMA, window=4096, full_layers=8)
