@@ -526,6 +526,13 @@ def memory_over_calls(plan: Plan, first: int, calls: int) -> tuple[int, int, int
     return seen[1][0] - seen[0][0], seen[0][1], seen[1][1]
 
 
+class _Done:
+    """Work that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
 def peak_bytes(plan: Plan, batch: int, dim: int) -> list[int]:
     """Most bytes allocated at one time in a forward and in a backward, results included, buffers as on a GPU.
 
@@ -536,11 +543,16 @@ def peak_bytes(plan: Plan, batch: int, dim: int) -> list[int]:
     take, all_to_all = Lease.take, dist.all_to_all_single
     Lease.take = lambda self, like, shape, most=None, dtype=None: like.new_empty(shape, dtype=dtype or like.dtype)
 
-    def forgotten(*args, **options):
-        # The profiler does not see what gloo's thread, which is done with the message a little later, frees.
-        work = all_to_all(*args, **options)
-        time.sleep(0.02)
-        return work
+    def finished(result, message, *args, **options):
+        # What gloo's thread frees the profiler does not see: every reference of its own is gone before we go on.
+        held = [x._use_count() for x in (result, message)]
+        work = all_to_all(result, message, *args, **options)
+        if work is not None:
+            work.wait()
+        del work
+        while [x._use_count() for x in (result, message)] != held:
+            time.sleep(1e-3)
+        return _Done()
 
     def empty(x):
         return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
@@ -553,7 +565,7 @@ def peak_bytes(plan: Plan, batch: int, dim: int) -> list[int]:
 
     runtime = runtime_for(plan)
     runtime.kernel = dataclasses.replace(runtime.kernel, forward=forward, backward=backward)
-    dist.all_to_all_single = forgotten
+    dist.all_to_all_single = finished
     found = []
     try:
         for one in passes:
