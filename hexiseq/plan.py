@@ -96,6 +96,12 @@ class Replica:
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for group in self.groups for rank in group.ranks)
 
+    @functools.cached_property
+    def array(self) -> np.ndarray:
+        """Group, tokens, first and last (exclusive) query head of each shard, group after group: ``[ranks, 4]``."""
+        rows = [(g, shard.num_tokens, *shard.heads) for g, group in enumerate(self.groups) for shard in group.shards]
+        return np.array(rows)
+
 
 @dataclass(frozen=True)
 class RankDevice:
@@ -378,15 +384,17 @@ def group_intervals(seq_len: int, slot: int, slots: Sequence[int]) -> list[tuple
 
     Intervals may be empty (the outermost back half-slot can be missing) and touch in the last group.
     """
-    half, end = slot // 2, sum(slots) * slot
-    intervals, outer = [], 0
-    for count in slots:
-        inner = outer + count
-        front = (outer * half, min(inner * half, seq_len))
-        back = (min(max(end - inner * half, front[1]), seq_len), min(end - outer * half, seq_len))
-        intervals.append((front, back))
-        outer = inner
-    return intervals
+    return [((a, b), (c, d)) for (a, b), (c, d) in interval_array(seq_len, slot, slots).tolist()]
+
+
+def interval_array(seq_len: int, slot: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The same as ``[groups, 2 (front, back), 2 (start, end)]``."""
+    inner = np.cumsum(slots)
+    end, half = int(inner[-1]) * slot, slot // 2
+    fronts = np.minimum(inner * half, seq_len)
+    backs = np.minimum(np.maximum(end - inner * half, fronts), seq_len)
+    outer = (inner - slots) * half
+    return np.stack([outer, fronts, backs, np.minimum(end - outer, seq_len)], axis=1).reshape(-1, 2, 2)
 
 
 def cut(intervals: Sequence[Interval], sizes: Sequence[int]) -> list[tuple[Interval, ...]]:
@@ -601,6 +609,9 @@ def _check_ranks(plan: Plan) -> None:
 
 
 def _check_tokens(plan: Plan, index: int, replica: Replica) -> None:
+    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
+    if fits_slots(plan.seq_len, plan.slot, replica.slots) and all(map(_is_cut, replica.groups, runs)):
+        return  # the groups' intervals cover the sequence once
     where = f"plan: replica {index}"
     owned = []
     for group in replica.groups:
@@ -624,17 +635,21 @@ def _check_tokens(plan: Plan, index: int, replica: Replica) -> None:
             f"the outermost half-slot alone may be short, so {replica.slots * plan.slot - plan.slot // 2} to "
             f"{replica.slots * plan.slot} tokens would fit"
         )
-    runs = group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups])
     for group_index, (group, run) in enumerate(zip(replica.groups, runs, strict=True)):
-        if group.num_tokens == sum(b - a for a, b in run):
-            expected = cut(run, [shard.num_tokens for shard in group.shards])
-            if expected == [shard.tokens for shard in group.shards]:
-                continue
+        if _is_cut(group, run):
+            continue
         shown = " and ".join(f"[{a}, {b})" for a, b in run if b > a)
         raise ValueError(
             f"{where} group {group_index}: its {group.slots} slots are the tokens {shown}, cut in member order; "
             f"its ranks own {[list(shard.tokens) for shard in group.shards]}"
         )
+
+
+def _is_cut(group: Group, run: tuple[Interval, Interval]) -> bool:
+    """Whether the group's shards are its intervals cut in member order."""
+    if group.num_tokens != sum(b - a for a, b in run):
+        return False
+    return cut(run, [shard.num_tokens for shard in group.shards]) == [shard.tokens for shard in group.shards]
 
 
 def _check_heads(plan: Plan, where: str, group: Group) -> None:

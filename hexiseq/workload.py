@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hexiseq.plan import DTYPES, RECOMPUTE_MODES
 
 # Parameters, gradients and two Adam moments are kept in fp32, sharded over all ranks.
@@ -203,11 +205,16 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
     return 4 * model.head_dim * pairs
 
 
-def attended_pairs(end: int, window: int | None) -> int:
-    """(query, key) pairs of a sequence's first `end` tokens, each with itself and those before it in the window."""
-    if window is None or end <= window:
+def attended_pairs(end: Any, window: int | None) -> Any:
+    """(query, key) pairs of a sequence's first `end` tokens, each with itself and those before it in the window.
+
+    Args:
+        end: a number, or an array of numbers.
+    """
+    if window is None:
         return end * (end + 1) // 2
-    return window * (window + 1) // 2 + (end - window) * window
+    filling = np.minimum(end, window)
+    return filling * (filling + 1) // 2 + (end - filling) * window
 
 
 def all_pairs(model: ModelShape, seq_len: int) -> int:

@@ -11,8 +11,8 @@ import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.matching import match_places
-from hexiseq.cost.traffic import GB, Kind, accumulator_bytes, group_tokens, hops, replica_kinds
-from hexiseq.plan import Plan, Replica, fragments, fusion_width, group_intervals, kv_heads
+from hexiseq.cost.traffic import GB, Kind, accumulator_bytes, group_tokens, held_heads, hops, replica_kinds
+from hexiseq.plan import Plan, Replica, fragments, fusion_width, interval_array
 from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
 
 MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
@@ -129,16 +129,15 @@ def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -
     """The same of one replica's ranks, in its order. Numbers of heads are counted before they become bytes."""
     model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
     all_q, all_kv = model.heads, 2 * model.kv_heads
-    shards = [shard for group in replica.groups for shard in group.shards]
-    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
-    tokens = np.array([shard.num_tokens for shard in shards], float)
+    home, tokens = replica.array[:, 0], replica.array[:, 1].astype(float)
     rows = np.array([group.num_tokens for group in replica.groups], float)[home]
     alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
-    h = np.array([shard.num_heads for shard in shards], float)
-    held_heads = (kv_heads(shard.heads, plan.gqa_ratio) for shard in shards)
-    kv = np.array([2.0 * (last - first) for first, last in held_heads])
+    h = (replica.array[:, 3] - replica.array[:, 2]).astype(float)
+    first, last = held_heads(plan, replica)
+    kv = 2.0 * (last - first)
     # A kernel call is for one fragment; what the one before returned is still there.
-    cuts = [fragments(shard.heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for shard in shards]
+    ranges = map(tuple, replica.array[:, 2:].tolist())
+    cuts = [fragments(heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for heads in ranges]
     most_h, most_kv = (np.array([max(cut[i][1] - cut[i][0] for cut in rank) for rank in cuts], float) for i in (0, 1))
     last_h, last_kv = (np.array([rank[-1][i][1] - rank[-1][i][0] for rank in cuts], float) for i in (0, 1))
     most_kv, last_kv = 2 * most_kv, 2 * last_kv
@@ -228,7 +227,7 @@ class _Moments:
 
 def _group_rows(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
     """All tokens of each group, and those of its back interval."""
-    runs = np.array(group_intervals(plan.seq_len, plan.slot, [group.slots for group in replica.groups]), float)
+    runs = interval_array(plan.seq_len, plan.slot, [group.slots for group in replica.groups]).astype(float)
     lengths = runs[:, :, 1] - runs[:, :, 0]
     return lengths.sum(1), lengths[:, 1]
 
@@ -380,9 +379,8 @@ def _share_gb(kind: Kind, workload: Workload) -> np.ndarray:
     kept, working = token_bytes(workload)
     replica, batch = kind.replica, kind.replica.sequences
     attention = np.maximum(*_replica_attention_bytes(kind.plan, replica, workload))
-    shards = [(shard, group.num_tokens) for group in replica.groups for shard in group.shards]
-    tokens = np.array([shard.num_tokens for shard, _ in shards], float)
-    rows = np.array([group_tokens * shard.num_heads for shard, group_tokens in shards], float)
+    home, tokens, first, last = replica.array.T
+    rows = np.bincount(home, tokens)[home] * (last - first)
     lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
     mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
     layer = batch * tokens * working + np.maximum(attention, mlp)

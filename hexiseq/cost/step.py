@@ -11,8 +11,8 @@ import numpy as np
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import kinds_memory_gb, state_bytes
-from hexiseq.cost.traffic import GB, Kind, Wires, exchange_bytes, kv_bytes, parameter_traffic, replica_kinds
-from hexiseq.plan import Interval, Plan, Prediction, Replica, fragments, fusion_width, group_intervals, kv_heads
+from hexiseq.cost.traffic import GB, Kind, Wires, exchange_bytes, held_heads, kv_bytes, parameter_traffic, replica_kinds
+from hexiseq.plan import Plan, Prediction, Replica, fragments, fusion_width, interval_array
 from hexiseq.workload import Workload, attended_pairs, attention_flops, head_flops, linear_flops
 
 BACKWARD_ATTENTION = 2.5  # backward FLOPs of attention over forward: five matrix products against two
@@ -190,8 +190,6 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     """The same with the places of the replica's own ranks, in their order."""
     assert len(workload.model.kinds) == 1, "a layer of which kind?"
     model, batch, size = workload.model, replica.sequences, workload.element_bytes
-    shards = [shard for group in replica.groups for shard in group.shards]
-    ranks = np.array([shard.rank for shard in shards])
     devices = [place.device for place in places]
     gemm, forward_rate, backward_rate = (
         np.array([getattr(device, name) for device in devices]) * 1e12
@@ -200,11 +198,12 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     hbm = np.array([device.hbm_gb_per_s for device in devices]) * GB
     launch = np.array([device.launch_us for device in devices]) * 1e-6
     # A rank without tokens still feeds the model one dummy token.
-    fed = np.array([max(shard.num_tokens, 1) for shard in shards], float)
-    heads = np.array([shard.num_heads for shard in shards], float)
-    held = (kv_heads(shard.heads, plan.gqa_ratio) for shard in shards)
-    kv = np.array([last - first for first, last in held], float)
-    cuts = np.array([len(fragments(shard.heads, plan.gqa_ratio)) for shard in shards], float)
+    fed = np.maximum(replica.array[:, 1], 1.0)
+    heads = (replica.array[:, 3] - replica.array[:, 2]).astype(float)
+    first, last = held_heads(plan, replica)
+    kv = (last - first).astype(float)
+    ranges = map(tuple, replica.array[:, 2:].tolist())
+    cuts = np.array([len(fragments(heads, plan.gqa_ratio)) for heads in ranges], float)
 
     rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica, model.window)
     dim = model.head_dim
@@ -220,7 +219,7 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     matrices = exchange_bytes(plan, replica, heads, kv, workload)
     kv_moved, dkv_moved = kv_bytes(plan, replica, workload)
     return ReplicaCost(
-        ranks=ranks,
+        ranks=np.array(replica.ranks),
         linear=batch * fed * linear_flops(model) / gemm,
         attention_forward=flops / forward_rate,
         attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
@@ -251,8 +250,8 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     it leaves out rows and calls, too, but cuts some into several.
     """
     slots = np.array([group.slots for group in replica.groups])
-    runs = group_intervals(plan.seq_len, plan.slot, slots.tolist())
-    lengths = np.diff(runs, axis=2)[:, :, 0]
+    runs = interval_array(plan.seq_len, plan.slot, slots)
+    lengths = runs[:, :, 1] - runs[:, :, 0]
     front, back = lengths[:, 0], lengths[:, 1]
     own = front + back
     if plan.exchange == "ring":
@@ -269,23 +268,22 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     inner_calls, outer_calls = -(-inner(slots) // width), -(-outer(slots) // width)
     rows = own * (1 + outer_calls) + back * inner_calls
     foreign = inner(own) + outer(front)
-    pairs = [sum(attended_pairs(b, window) - attended_pairs(a, window) for a, b in run) for run in runs]
-    own_pairs = [_own_pairs(run, window) for run in runs]
-    columns = (rows, 1 + outer_calls + inner_calls, foreign, own, pairs, own_pairs)
-    members = [len(group.shards) for group in replica.groups]
-    return tuple(np.repeat(np.array(column, float), members) for column in columns)
+    up_to = attended_pairs(runs, window)
+    pairs = (up_to[:, :, 1] - up_to[:, :, 0]).sum(1)
+    columns = (rows, 1 + outer_calls + inner_calls, foreign, own, pairs, _own_pairs(runs, window))
+    return tuple(column.astype(float)[replica.array[:, 0]] for column in columns)
 
 
-def _own_pairs(run: tuple[Interval, Interval], window: int | None) -> int:
-    """(query, key) pairs within a group's own tokens."""
-    (a, b), (c, d) = run
+def _own_pairs(runs: np.ndarray, window: int | None) -> np.ndarray:
+    """(query, key) pairs within each group's own tokens; `runs` are ``[groups, 2, 2]``."""
+    (a, b), (c, d) = runs.transpose(1, 2, 0)
     if window is None:
         return attended_pairs(b - a + d - c, None)
 
-    def reach(end: int) -> int:
+    def reach(end: np.ndarray) -> np.ndarray:
         """Pairs of the back queries with all tokens before `end`, of the sequence and of one that began earlier."""
         most = end + window - 1  # the first query that does not reach them
-        return attended_pairs(max(0, most - c), None) - attended_pairs(max(0, most - d), None)
+        return attended_pairs(np.maximum(0, most - c), None) - attended_pairs(np.maximum(0, most - d), None)
 
     return attended_pairs(b - a, window) + attended_pairs(d - c, window) + reach(b) - reach(a)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from hexiseq.cluster import Cluster, Place
-from hexiseq.plan import Plan, Replica, claims, group_intervals, kv_heads
+from hexiseq.plan import Plan, Replica, interval_array
 from hexiseq.workload import Workload
 
 GB = 1e9
@@ -24,9 +24,8 @@ def exchange_bytes(
     plan: Plan, replica: Replica, heads: np.ndarray, kv: np.ndarray, workload: Workload
 ) -> dict[str, np.ndarray]:
     """The four all-to-alls of a layer, ``[sender, receiver]`` bytes, a rank's own part left out."""
-    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
-    tokens = np.array([shard.num_tokens for group in replica.groups for shard in group.shards], float)
-    tokens *= workload.model.head_dim * replica.sequences * workload.element_bytes
+    home = replica.array[:, 0]
+    tokens = replica.array[:, 1] * float(workload.model.head_dim * replica.sequences * workload.element_bytes)
     # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
     shared = (np.bincount(home, kv) > plan.num_kv_heads)[home]
     grads = tokens * np.where(shared, accumulator_bytes(workload) / workload.element_bytes, 1.0)
@@ -63,16 +62,20 @@ def hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
 
     Transposed, those of dKV where it goes the other way.
     """
-    home = np.array([g for g, group in enumerate(replica.groups) for _ in group.shards])
-    held: list[tuple[int, int]] = []
-    speaks: list[tuple[int, int]] = []
-    for group in replica.groups:
-        ranges = [kv_heads(shard.heads, plan.gqa_ratio) for shard in group.shards]
-        held += ranges
-        speaks += claims(ranges)
-    (first, last), (start, end) = np.array(held).T, np.array(speaks).T
+    home = replica.array[:, 0]
+    first, last = held_heads(plan, replica)
+    # A member speaks for the heads that no earlier one of its group holds: ends so far, group after group.
+    base = home * (plan.num_kv_heads + 1)
+    so_far = np.maximum.accumulate(np.append(0, last + base)[:-1]) - base
+    start, end = np.maximum(first, so_far), np.maximum(last, so_far)
     common = np.minimum(end[:, None], last) - np.maximum(start[:, None], first)
     return home, np.maximum(common, 0).astype(float)
+
+
+def held_heads(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+    """First and last (exclusive) KV head that each rank attends with, equal for a rank without heads."""
+    first, last = replica.array[:, 2] // plan.gqa_ratio, -(-replica.array[:, 3] // plan.gqa_ratio)
+    return first, np.where(replica.array[:, 3] > replica.array[:, 2], last, first)
 
 
 def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +85,7 @@ def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.n
     """
     slots = [group.slots for group in replica.groups]
     groups = len(slots)
-    runs = np.array(group_intervals(plan.seq_len, plan.slot, slots), float)
+    runs = interval_array(plan.seq_len, plan.slot, slots).astype(float)
     reach = (plan.seq_len if window is None else window) - 1  # tokens before itself that a query attends to
     back = runs[:, 1, 1] > runs[:, 1, 0]
     # Each group's first attended position in groups outer to it, and in groups inner to it, by its back queries alone.
@@ -115,7 +118,7 @@ def _ring_tokens(
     fetched, delivered = np.zeros((groups, groups)), np.zeros((groups, groups))
     if groups == 1:
         return fetched, delivered
-    runs = np.array(group_intervals(plan.seq_len, plan.slot, [1] * sum(slots)), float)
+    runs = interval_array(plan.seq_len, plan.slot, np.ones(sum(slots), int)).astype(float)
     home, group = np.repeat(np.arange(groups), slots), np.arange(groups)
     before = home[:, None] > group  # not past the wrap
     away = home[:, None] != group
