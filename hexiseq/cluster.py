@@ -17,6 +17,7 @@ from hexiseq.plan import DTYPES, KERNELS
 CPU_KERNELS = ("cpu", "dense", "auto")
 VENDORS = ("nvidia", "amd", "cpu")
 LEAST, MOST = 1e-9, 1e15  # of any rate or size; beyond them times would be zero or infinite
+LEAST_QUOTA = 0.05  # of a core: a kernel hands out no less than 1 ms at a time
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,24 @@ class Device:
 
 @dataclass(frozen=True)
 class Seat:
-    """One device of a node: its type and, for CPU ranks, the cores its process is pinned to (empty: not pinned)."""
+    """One device of a node: its type and, for CPU ranks, the cores its process is pinned to (empty: not pinned) and
+    the share of one core it may use (None: all it gets)."""
 
     device: Device
     cores: tuple[int, ...] = ()
+    quota: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.quota is None:
+            return
+        where, most = f"device {self.device.type}", max(1, len(self.cores))
+        if self.device.vendor != "cpu":
+            raise ValueError(f"{where}: quota {self.quota!r} is for CPU ranks; leave it out")
+        number = isinstance(self.quota, (int, float)) and not isinstance(self.quota, bool)
+        if not number or not LEAST_QUOTA <= self.quota <= most:
+            raise ValueError(
+                f"{where}: quota must be a share of a core, {LEAST_QUOTA:g} to {most} here, got {self.quota!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,11 @@ class Node:
             _check_positive(where, name, getattr(self, name))
         for name in ("nics", "count"):
             _check_count(where, name, getattr(self, name))
+        for core in sorted({core for seat in self.seats for core in seat.cores}):
+            asked = sum(seat.quota or 0.0 for seat in self.seats if seat.cores == (core,))
+            if asked > 1 + 1e-9:
+                raise ValueError(f"{where}: quotas of the devices on core {core} sum to {asked:g} of it, so they would "
+                                 "not hold; give at most 1, or pin some to another core")  # fmt: skip
 
     @property
     def network_gb_per_s(self) -> float:
@@ -132,7 +152,7 @@ class Place:
     node_name: str
     node_class: Node
 
-    @property
+    @cached_property
     def device(self) -> Device:
         return self.seat.device
 
@@ -141,6 +161,9 @@ class Place:
 class Cluster:
     """Node classes and the links that are special.
 
+    Attributes:
+        namespaces: CPU nodes are network namespaces of one machine, their links capped (`hexiseq.testbed`).
+
     Raises:
         ValueError: two nodes with one name, a link to a node that is not there, AMD and NVIDIA in one cluster.
     """
@@ -148,6 +171,7 @@ class Cluster:
     name: str
     nodes: tuple[Node, ...]
     links: tuple[Link, ...] = ()
+    namespaces: bool = False
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -171,6 +195,11 @@ class Cluster:
                     f"and {link.gb_per_s:g} GB/s; a link has the same bandwidth both ways: give it once"
                 )
         vendors = sorted({device.vendor for device in self.devices})
+        if not isinstance(self.namespaces, bool):
+            raise ValueError(f"cluster {self.name!r}: namespaces must be true or false, got {self.namespaces!r}")
+        if self.namespaces and (self.links or vendors != ["cpu"]):
+            what = "links: of pairs of nodes" if self.links else f"devices of {', '.join(vendors)}"
+            raise ValueError(f"cluster {self.name!r}: namespaces: true caps the links of CPU nodes; it takes no {what}")
         if "amd" in vendors and "nvidia" in vendors:
             raise ValueError(
                 f"cluster {self.name!r}: AMD and NVIDIA devices cannot share a job (no common collectives)"
@@ -215,14 +244,14 @@ class Cluster:
         """Build from plain containers, as ``conf/cluster/*.yaml`` resolves to.
 
         Keys: ``name``; ``gpus``: catalogue entries by type; ``nodes``: list of ``name``, ``count``, ``devices`` (list
-        of ``type``, ``count``, ``cores``), ``intra_gb_per_s``, ``nics``, ``nic_gb_per_s``; ``links``: list of
-        ``nodes`` (two names) and ``gb_per_s``.
+        of ``type``, ``count``, ``cores``, ``quota``), ``intra_gb_per_s``, ``nics``, ``nic_gb_per_s``; ``links``: list
+        of ``nodes`` (two names) and ``gb_per_s``; ``namespaces``.
 
         Raises:
             ValueError: naming the key, its value and what is allowed.
         """
         where = f"cluster {_name(config)!r}"
-        _check_keys(where, config, required=("name", "gpus", "nodes"), optional=("links",))
+        _check_keys(where, config, required=("name", "gpus", "nodes"), optional=("links", "namespaces"))
         if not isinstance(config["gpus"], Mapping):
             raise ValueError(f"{where}: gpus must be a mapping of device types, got {config['gpus']!r}")
         catalogue = {name: _device(name, entry) for name, entry in config["gpus"].items()}
@@ -236,7 +265,7 @@ class Cluster:
             if len(ends) != 2:
                 raise ValueError(f"{where}: a link joins two nodes, got {ends}")
             links.append(Link((ends[0], ends[1]), entry["gb_per_s"]))
-        return Cluster(_label(where, "name", config["name"]), nodes, tuple(links))
+        return Cluster(_label(where, "name", config["name"]), nodes, tuple(links), config.get("namespaces", False))
 
 
 def device_from_config(config: Mapping[str, Any]) -> Device:
@@ -259,7 +288,7 @@ def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device])
     _check_keys(where, entry, required=required, optional=("count",))
     seats: list[Seat] = []
     for item in _items(where, "devices", entry["devices"], "mappings"):
-        _check_keys(f"{where}: device", item, required=("type",), optional=("count", "cores"))
+        _check_keys(f"{where}: device", item, required=("type",), optional=("count", "cores", "quota"))
         _check_text(f"{where}: device", "type", item["type"])
         if item["type"] not in catalogue:
             raise ValueError(
@@ -273,7 +302,7 @@ def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device])
             raise ValueError(
                 f"{where}: device {item['type']}: cores must be core numbers, integers from 0, got {list(cores)}"
             )
-        seats += [Seat(catalogue[item["type"]], cores)] * count
+        seats += [Seat(catalogue[item["type"]], cores, item.get("quota"))] * count
     rest = {key: entry[key] for key in ("intra_gb_per_s", "nics", "nic_gb_per_s")}
     return Node(_label(where, "name", entry["name"]), tuple(seats), **rest, count=entry.get("count", 1))
 

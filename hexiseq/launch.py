@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from hexiseq import testbed
 from hexiseq.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
     except SignalException as error:
         raise Interrupted(error.sigval) from None
     finally:
+        testbed.remove()
         for name, value in saved.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -223,13 +225,16 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
         os._exit(USER_ERROR_CODE if user else 1)
 
 
-def settle(plan: Plan, cores: Sequence[Sequence[int]]) -> None:
-    """Put this CPU rank on its device: pin it to its cores, one thread a core, and say which device it is.
+def settle(plan: Plan, cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
+    """Put this CPU rank on its device: quota, network, pinned to its cores, one thread a core; say which device it is.
 
     Args:
         cores: per rank, the cores it is pinned to; empty leaves it where the system puts it.
+        berths: per rank, where `testbed.build` has made room for it.
     """
     import torch
+
+    testbed.enter(berths[rank()])
 
     mine = cores[rank()]
     usable = sorted(set(mine) & os.sched_getaffinity(0)) if mine and hasattr(os, "sched_setaffinity") else []

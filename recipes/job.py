@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hexiseq.cluster import Cluster, device_from_config
+from hexiseq import testbed
+from hexiseq.cluster import Cluster, Place, device_from_config
 from hexiseq.cost import match_places, predict
 from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
@@ -41,6 +42,7 @@ class Job:
         plan: what the ranks run.
         target: in a rehearsal, the real cluster's plan with its predictions.
         cores: per rank, the CPU cores it is pinned to.
+        berths: per rank, its CPU quota and network namespace.
         device_names: device type -> what the driver calls it, to find the plan's devices among the ranks'.
         assigned: ranks are told which device they are (CPU ranks, rehearsals, devices measured in place).
         on_gpus: the plan's devices are GPUs, and not rehearsed.
@@ -51,6 +53,7 @@ class Job:
     plan: Plan
     target: Plan | None
     cores: tuple[tuple[int, ...], ...]
+    berths: tuple[testbed.Berth, ...]
     device_names: dict[str, tuple[str, ...]]
     assigned: bool
     on_gpus: bool
@@ -62,6 +65,7 @@ class Job:
             "plan": self.plan.to_dict(),
             "target": self.target and self.target.to_dict(),
             "cores": [list(cores) for cores in self.cores],
+            "berths": [dataclasses.asdict(berth) for berth in self.berths],
             "device_names": {kind: list(names) for kind, names in self.device_names.items()},
             "assigned": self.assigned,
             "on_gpus": self.on_gpus,
@@ -75,6 +79,7 @@ class Job:
             plan=Plan.from_dict(data["plan"]),
             target=Plan.from_dict(data["target"]) if data["target"] else None,
             cores=tuple(tuple(cores) for cores in data["cores"]),
+            berths=tuple(testbed.Berth(**berth) for berth in data["berths"]),
             device_names={kind: tuple(names) for kind, names in data["device_names"].items()},
             assigned=data["assigned"],
             on_gpus=data["on_gpus"],
@@ -176,8 +181,10 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         target = plan
         config, plan = _rehearse(config, workload, plan)
         cores: tuple[tuple[int, ...], ...] = ((),) * plan.world_size
+        places: tuple[Place, ...] = ()
     else:
-        cores = tuple(place.seat.cores for place in match_places(plan, cluster))
+        places = match_places(plan, cluster)
+        cores = tuple(place.seat.cores for place in places)
     _check_training(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
@@ -187,6 +194,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         plan,
         target,
         cores,
+        testbed.build(places, cluster.namespaces) if places else (testbed.Berth(),) * plan.world_size,
         device_names={device.type: device.names for device in cluster.devices},
         assigned=on_cpu or target is not None or not config.get("cluster"),
         on_gpus=not on_cpu and target is None,

@@ -13,13 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
 from hexiseq import HexiSeqStrategy, launch
-from hexiseq.callbacks import Checkpoints, Throughput
+from hexiseq.callbacks import Checkpoints, Throughput, Traces
 from hexiseq.module import CausalLM
+from hexiseq.workload import ModelShape
 from recipes.job import Job, data_module, load
+from recipes.loggers import check, finish, loggers
 
 
 class Launched(TorchElasticEnvironment):
@@ -34,9 +36,10 @@ def run(job: Job) -> None:
     """Train. Called on every rank, with the launcher's environment set."""
     quiet()
     config, trainer_config = job.config, job.config["trainer"]
+    check(config, job.run_dir)
     accelerator = "cuda" if job.on_gpus else "cpu"
     if job.assigned:
-        launch.settle(job.plan, job.cores)
+        launch.settle(job.plan, job.cores, job.berths)
     pl.seed_everything(config["seed"], verbose=False)
 
     strategy = HexiSeqStrategy(
@@ -50,17 +53,16 @@ def run(job: Job) -> None:
     module = CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=model["weights"])
     data = data_module(config)
     terminal = sys.stdout.isatty() and launch.rank() == 0
+    watchers = callbacks(job, terminal)
+    chosen = loggers(job)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         strategy=strategy,
         plugins=[Launched()],
-        logger=loggers(job),
-        callbacks=[
-            Throughput(0 if terminal else 1),
-            Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"]),
-        ],
+        logger=chosen,
+        callbacks=watchers,
         max_epochs=-1,
         inference_mode=False,  # validation without gradients, but with tensors that training can go on using
         max_steps=trainer_config["max_steps"],
@@ -75,15 +77,15 @@ def run(job: Job) -> None:
         log_every_n_steps=1,
         default_root_dir=job.run_dir,
     )
+    failed = True
     try:
         trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"], weights_only=True)
         if trainer.is_global_zero:
             # Ranks may have been renamed to where the launcher put them.
             strategy.plan.save(job.run_dir / "plan.json")
+        failed = False
     finally:
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
-                logger.experiment.finish()
+        finish(chosen, failed)
     dist.destroy_process_group()
 
 
@@ -112,19 +114,40 @@ def validation(job: Job) -> dict[str, Any]:
     }
 
 
-def loggers(job: Job) -> list[Logger]:
-    chosen: list[Logger] = [CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)]
-    config = job.config["logger"]
-    if config["name"] == "wandb":
-        chosen.append(
-            WandbLogger(
-                project=config["project"],
-                save_dir=job.run_dir,
-                offline=config["mode"] == "offline",
-                config={**job.config, "plan": job.plan.to_dict()},
-            )
-        )
+def callbacks(job: Job, terminal: bool) -> list[pl.Callback]:
+    """What the run shows, logs and keeps. Raises ValueError for a setting out of range."""
+    config = job.config["trainer"]
+    traced = config["trace_steps"]
+    chosen: list[pl.Callback] = [
+        Throughput(
+            ModelShape.from_hf_config(job.config["model"]["config"], job.config["model"]["name"]),
+            peaks(job),
+            print_every=0 if terminal else whole("print_every", config["print_every"]) or 0,
+            split_every=whole("split_every", config["split_every"]),
+            folder=job.run_dir,
+        ),
+        Checkpoints(job.run_dir / "checkpoints", config["checkpoint_every"]),
+    ]
+    if traced is not None:
+        if not isinstance(traced, list) or len(traced) != 2 or not all(isinstance(step, int) for step in traced):
+            raise ValueError(f"trainer.trace_steps must be two steps, [first, last), or null; got {traced!r}")
+        chosen.append(Traces(job.run_dir / "traces", (traced[0], traced[1])))
+    if terminal:
+        chosen.append(RichProgressBar())
     return chosen
+
+
+def whole(name: str, value: Any) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"trainer.{name} must be an integer of at least 1, or null for none; got {value!r}")
+    return value
+
+
+def peaks(job: Job) -> dict[str, float]:
+    """Dense peak of each device type, TFLOP/s. None in a rehearsal: its CPU ranks only bear the GPUs' names."""
+    if job.target is not None or not job.config.get("cluster"):
+        return {}
+    return {name: float(entry["peak_tflops"]) for name, entry in job.config["cluster"]["gpus"].items()}
 
 
 if __name__ == "__main__":
