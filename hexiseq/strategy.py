@@ -14,7 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -39,6 +40,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from hexiseq import doctor
 from hexiseq.attention import runtime_for
 from hexiseq.cluster import Cluster
 from hexiseq.models import IGNORED, PlanHolder, apply_recompute, decoder_layers, materialize, prepare
@@ -62,11 +64,13 @@ class StepStats:
         loss: mean over the valid tokens; NaN where there were none.
         valid_tokens: tokens with a label.
         grad_norm: before clipping; None where gradients are not clipped by norm.
+        by_rank: ``valid_tokens`` and the strategy's `counters`, of every rank.
     """
 
     loss: float
     valid_tokens: int
     grad_norm: float | None = None
+    by_rank: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def identify(device: torch.device) -> Identity:
@@ -75,7 +79,7 @@ def identify(device: torch.device) -> Identity:
     What the launcher put into ``HEXISEQ_DEVICE_TYPE`` and ``HEXISEQ_NODE``; else the driver's name of the device and
     the host's name.
     """
-    found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    found = doctor.driver_name(device)
     return os.environ.get("HEXISEQ_DEVICE_TYPE", found), os.environ.get("HEXISEQ_NODE", socket.gethostname())
 
 
@@ -86,7 +90,7 @@ def match_ranks(plan: Plan, found: Sequence[Identity], names: Mapping[str, Seque
 
     Args:
         found: per rank, device type and node.
-        names: device type -> substrings of what the driver calls it.
+        names: device type -> what the driver calls it (`doctor.recognise`).
 
     Raises:
         ValueError: with a table of expected and found devices.
@@ -130,12 +134,14 @@ class HexiSeqStrategy(ModelParallelStrategy):
             traffic; without it each rank holds unsharded gradients while it accumulates.
         timeout: of every collective and transfer.
         identify: tells ``(device type, node)`` of a rank's device.
-        device_names: device type -> substrings of what the driver calls it; a cluster brings its own.
+        device_names: device type -> what the driver calls it; a cluster brings its own.
         process_group_backend: None lets torch choose by device.
         save_distributed_checkpoint: write checkpoints as folders, each rank its part.
 
     Attributes:
         step_stats: of the last optimizer step.
+        counters: numbers of this rank, under the same names on all, that travel with the sums of the optimizer step:
+            set before the last backward pass ends, they are in its ``step_stats.by_rank``.
 
     Raises:
         ValueError: on all ranks, for what the user can put right: devices that are not the plan's, a model or precision
@@ -175,6 +181,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
         self._wait = timeout
         self._identify = identify
         self._names = device_names or {device.type: device.names for device in (cluster.devices if cluster else ())}
+        self.counters: dict[str, float] = {}
         self._holder: PlanHolder | None = None
         self._plan: Plan | None = None
         self._training = _Sums()
@@ -209,7 +216,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         if type(self.precision_plugin) not in (Precision, _ClipSharded):
             raise ValueError("the plan's dtype sets the precision; leave Trainer(precision=...) at '32-true'")
+        store = self._compare_ranks()  # held until the process group has it
         self._setup_distributed()
+        del store
         self._plan = self._agree_on_plan()
         if self._plan.dtype not in _PARAMETERS:
             raise ValueError(f"training in {self._plan.dtype} needs loss scaling, which is not supported; choose "
@@ -228,6 +237,22 @@ class HexiSeqStrategy(ModelParallelStrategy):
         else:
             # The launcher knows; nodes times devices is wrong when nodes are unequal.
             rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _compare_ranks(self) -> Any:
+        """Stop, on all ranks, what would hang or corrupt once the accelerator's process group exists. Collective."""
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return None
+        environment = self.cluster_environment
+        assert environment is not None
+        seconds = self._wait.total_seconds()
+        store = doctor.reach_store(environment.main_address, environment.main_port, self.global_rank, seconds)
+        meeting = doctor.Meeting(store, self.global_rank, self.world_size, seconds)
+        dtype = self._given.dtype if self._given else self._workload.dtype if self._workload else None
+        _, noted = doctor.check(meeting, doctor.examine(self.root_device, self.global_rank), dtype)
+        for line in noted if self.is_global_zero else ():
+            rank_zero_warn(f"ranks differ: {line}")
+        return store
 
     def check_equal(self, what: str, value: str) -> None:
         """Collective. Raises ValueError on all ranks, naming those whose value is not rank 0's."""
@@ -469,7 +494,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
             trained(self.plan.sequences)
         if trainer.fit_loop._should_accumulate():
             return
-        self.step_stats = self._training.reduce(self.root_device)
+        self.step_stats = self._training.reduce(self.root_device, self.counters)
         self._training = _Sums()
         if not self.step_stats.valid_tokens:
             raise ValueError("no token of the optimizer step has a label: all labels of all ranks are -100")
@@ -578,12 +603,21 @@ class _Sums:
         part = torch.stack([loss_sum.double(), (shift_labels != IGNORED).sum().double()])
         self._total = part if self._total is None else self._total + part
 
-    def reduce(self, device: torch.device) -> StepStats:
-        """Collective: one all-reduce."""
-        total = torch.zeros(2, dtype=torch.float64, device=device) if self._total is None else self._total.clone()
+    def reduce(self, device: torch.device, counters: Mapping[str, float] | None = None) -> StepStats:
+        """Collective: one all-reduce, in which every rank's own numbers have a place of their own."""
+        counters = counters or {}
+        own = torch.zeros(2, dtype=torch.float64, device=device) if self._total is None else self._total
+        shared = torch.zeros(dist.get_world_size(), 1 + len(counters), dtype=torch.float64, device=device)
+        mine = shared[dist.get_rank()]
+        mine[0] = own[1]
+        mine[1:] = torch.tensor(list(counters.values()), dtype=torch.float64)
+        total = torch.cat([own[:1], shared.flatten()])
         dist.all_reduce(total)
-        loss_sum, valid = total.tolist()
-        return StepStats(loss_sum / valid if valid else float("nan"), int(valid))
+        loss_sum, *numbers = total.tolist()
+        valid, *others = (tuple(numbers[i :: 1 + len(counters)]) for i in range(1 + len(counters)))
+        by_rank = {"valid_tokens": valid, **dict(zip(counters, others, strict=True))}
+        count = int(sum(valid))
+        return StepStats(loss_sum / count if count else float("nan"), count, by_rank=by_rank)
 
 
 class _ClipSharded(Precision):
@@ -665,7 +699,7 @@ def _type_of(found: str, known: set[str], names: Mapping[str, Sequence[str]]) ->
     """The plan's device type a rank's reported name stands for; the name itself where it stands for none."""
     if found in known:
         return found
-    return next((kind for kind in sorted(known) if any(name in found for name in names.get(kind, ()))), found)
+    return doctor.recognise(found, {kind: names.get(kind, ()) for kind in known}) or found
 
 
 def _by_node(types: Sequence[str], nodes: Sequence[str]) -> dict[str, dict[str, list[int]]]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hexiseq.attention.clock import CLOCK
 from hexiseq.attention.layout import OWN, SEND_LAG, Block, Message, Part, Route, Traffic
 from hexiseq.plan import Plan
 
@@ -125,10 +126,15 @@ class Links:
         return f"rank {rank} ({device.type} on {device.node})"
 
     @contextlib.contextmanager
-    def naming(self, what: str, peers: Sequence[int]) -> Iterator[None]:
-        """Raise RuntimeError naming `what` was exchanged with which `peers`, and who is missing, if that fails."""
+    def naming(self, what: str, peers: Sequence[int], kind: str = "exchange") -> Iterator[None]:
+        """Raise RuntimeError naming `what` was exchanged with which `peers`, and who is missing, if that fails.
+
+        On the clock it is a span of `kind`.
+        """
+        CLOCK.begin(kind, what)
         try:
             yield
+            CLOCK.end()
         except RuntimeError as error:
             missing = ", ".join(map(self.name, self._missing()))
             raise RuntimeError(
@@ -222,7 +228,10 @@ def walk_kv(route: Route, links: Links, lease: Lease, k: Tensor, v: Tensor) -> I
     Args:
         k, v: the own run, ``[L_g, B, own KV heads, D]``.
     """
-    return (_gather_kv if route.gathers else _ring_kv)(route, links, lease, k, v)
+    for block, kv in (_gather_kv if route.gathers else _ring_kv)(route, links, lease, k, v):
+        CLOCK.begin("compute", f"{block.side} attention")
+        yield block, kv
+        CLOCK.end()
 
 
 def gradients_home(

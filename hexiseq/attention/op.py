@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexiseq.attention.clock import CLOCK
 from hexiseq.attention.exchange import from_heads, gradients_home, to_heads, walk_kv
 from hexiseq.attention.layout import OWN, Block, Call, Fragment, Route
 from hexiseq.attention.runtime import Runtime, runtime_of
@@ -106,7 +107,7 @@ def _backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...
     q, k, v, documents, out, lse = ctx.saved_tensors
     runtime = runtime_of(ctx.handle)
     route = runtime.route(ctx.causal, ctx.window, documents)
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" or CLOCK.timing:
         runtime.agree(q.device, None, number=ctx.number, backward=True)
     grads = _attend_backward(runtime, route, dout, q, k, v, out, lse, ctx.scale)
     return *grads, None, None, None, None, None, None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hexiseq.attention import kernels
+from hexiseq.attention.clock import CLOCK
 from hexiseq.attention.exchange import Group, Links
 from hexiseq.attention.layout import Route, route
 from hexiseq.attention.tiles import Mask
@@ -127,13 +128,17 @@ class Runtime:
         """Have all ranks of the replica say what they are about to compute. Raises ValueError where they differ.
 
         On CPUs every call is compared. On GPUs hearing the answer would stall the queue: calls are compared when a rank
-        has not made one like it before, without their number and their documents, which are always new.
+        has not made one like it before, without their number and their documents, which are always new. While the clock
+        runs, ranks meet before every call all the same: waiting for a slower one and the transfers after it are told
+        apart.
 
         Args:
             call: numbers by the name under which an error shows them.
         """
         if self.replica_group is None:
             return
+        ranks = self.links.replica_ranks
+        others = [rank for rank in ranks if rank != self.rank]
         if device.type == "cpu":
             call["documents"] = sum(map(len, documents or ()))
             call["documents_checksum"] = zlib.crc32(repr(documents).encode())
@@ -141,15 +146,17 @@ class Runtime:
         else:
             del call["number"]
             if tuple(call.values()) in self._agreed:
+                if CLOCK.timing:
+                    with self.links.naming("meeting", others, "wait"):
+                        dist.all_reduce(torch.zeros(1, device=device), group=self.replica_group)
                 return
             self._agreed.add(tuple(call.values()))
-        ranks = self.links.replica_ranks
         said = torch.empty(len(ranks), len(call), dtype=torch.float64, device=device)
         own = torch.tensor([list(call.values())], dtype=torch.float64, device=device)
-        with self.links.naming("comparing calls", [rank for rank in ranks if rank != self.rank]):
+        with self.links.naming("comparing calls", others, "wait"):
             dist.all_gather_single(said, own, group=self.replica_group)
-        first, *others = said.tolist()
-        for rank, theirs in zip(ranks[1:], others, strict=True):
+        first, *rest = said.tolist()
+        for rank, theirs in zip(ranks[1:], rest, strict=True):
             for name, a, b in zip(call, first, theirs, strict=True):
                 if a != b:
                     a, b = (int(x) if x.is_integer() else x for x in (a, b))

@@ -2,5 +2,6 @@
 
 from hexiseq.callbacks.checkpoints import Checkpoints
 from hexiseq.callbacks.throughput import Throughput
+from hexiseq.callbacks.traces import Traces
 
-__all__ = ["Checkpoints", "Throughput"]
+__all__ = ["Checkpoints", "Throughput", "Traces"]

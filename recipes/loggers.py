@@ -1,0 +1,155 @@
+"""Where a run's metrics go: metrics.csv, always, and Weights & Biases beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import string
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from hexiseq import launch
+from recipes.job import Job
+
+MODES = ("online", "offline")
+RUN_FILE = "wandb.json"  # in the run folder: the id under which W&B knows the run
+log = logging.getLogger(__name__)
+
+
+def check(config: dict[str, Any], run_dir: Path) -> None:
+    """Refuse what could not be logged.
+
+    Raises:
+        ValueError: the run folder cannot be written to; a setting of ``logger`` that is no such thing; W&B wanted and
+            not installed; a run to resume that there is no trace of.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {run_dir} cannot be written to: {error.strerror}; choose another with hydra.run.dir=FOLDER"
+        ) from None
+    settings = config["logger"]
+    if settings["name"] != "wandb":
+        return
+    if settings["mode"] not in MODES:
+        raise ValueError(f"logger.mode {settings['mode']!r} is not one of {', '.join(MODES)}")
+    seconds = settings["init_timeout_seconds"]
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+        raise ValueError(f"logger.init_timeout_seconds must be a positive number, got {seconds!r}")
+    if settings["resume"]:
+        earlier_run(config["ckpt_path"])
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        raise ValueError("logger=wandb needs wandb: pip install 'hexiseq[wandb]', or leave logger at csv") from None
+
+
+def loggers(job: Job) -> list[Logger]:
+    """The run's loggers. W&B is rank 0's alone, and one run a job."""
+    chosen: list[Logger] = [CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)]
+    if job.config["logger"]["name"] == "wandb" and launch.rank() == 0:
+        chosen.append(WandbLogger(experiment=start_wandb(job)))
+    return chosen
+
+
+def start_wandb(job: Job) -> Any:
+    """A W&B run, offline where it cannot be online; its id is kept in the run folder.
+
+    Configuration and plan go to it as an artifact.
+    """
+    import wandb
+
+    settings = job.config["logger"]
+    number = earlier_run(job.config["ckpt_path"]) if settings["resume"] else _new_id()
+    online = settings["mode"] == "online"
+    if online and (reason := _no_key()):
+        online = False
+        print(f"W&B: {reason}; logging offline, to be sent later with wandb sync {job.run_dir / 'wandb'}", flush=True)
+    given = {
+        "project": settings["project"],
+        "dir": str(job.run_dir),
+        "id": number,
+        "resume": "allow" if online else None,
+        "config": {**job.config, "plan": job.plan.to_dict()},
+    }
+    quiet = wandb.Settings(init_timeout=settings["init_timeout_seconds"], silent=True)
+    # The environment must not turn off, or prompt about, what the configuration asks for.
+    if online:
+        try:
+            run = wandb.init(**given, mode="online", settings=quiet)
+        except wandb.errors.Error as error:
+            online = False
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(f"W&B cannot be reached ({reason}); logging offline, to be sent later with wandb sync "
+                  f"{job.run_dir / 'wandb'}", flush=True)  # fmt: skip
+            given["resume"] = None
+    if not online:
+        run = wandb.init(**given, mode="offline", settings=quiet)
+    (job.run_dir / RUN_FILE).write_text(json.dumps({"id": number, "project": settings["project"]}) + "\n")
+    _keep_plan(run, job.run_dir)
+    return run
+
+
+def _keep_plan(run: Any, run_dir: Path) -> None:
+    import wandb
+
+    artifact = wandb.Artifact(f"plan-{run.id}", type="plan")
+    for name in ("plan.json", "plan.target.json", "config.yaml"):
+        if (run_dir / name).exists():
+            artifact.add_file(str(run_dir / name))
+    run.log_artifact(artifact)
+
+
+def finish(chosen: list[Logger], failed: bool) -> None:
+    """End W&B's run, with an exit code, whatever has happened."""
+    for logger in chosen:
+        if isinstance(logger, WandbLogger):
+            try:
+                logger.experiment.finish(exit_code=int(failed))
+            except Exception:  # training's own error must not be lost
+                log.exception("W&B did not finish")
+
+
+def earlier_run(ckpt_path: str | None) -> str:
+    """The id of the W&B run a checkpoint belongs to, from its run folder.
+
+    Raises:
+        ValueError: there is no checkpoint, or no trace of a run beside it.
+    """
+    if ckpt_path is None:
+        raise ValueError("logger.resume=true continues the W&B run of a checkpoint; name one with ckpt_path=FOLDER")
+    folder = Path(ckpt_path).resolve()
+    for parent in (folder, *folder.parents[:2]):
+        if (parent / RUN_FILE).is_file():
+            return str(json.loads((parent / RUN_FILE).read_text())["id"])
+    raise ValueError(
+        f"logger.resume=true: there is no {RUN_FILE} beside ckpt_path {ckpt_path!r}, in it or up to two folders above; "
+        "it was not trained with logger=wandb, or the run folder was moved. Leave logger.resume at false for a new run"
+    )
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+def _no_key() -> str | None:
+    """Why W&B cannot be online, found without a network and without asking; None if it can."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return None
+    try:
+        known = wandb.login(prompt=False, verify=False)
+    except TypeError:  # before login could be told not to ask
+        known = bool(wandb.api.api_key)
+    return None if known else "no API key (WANDB_API_KEY, netrc or wandb login)"
