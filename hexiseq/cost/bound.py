@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def _least(rates: np.ndarray, workload: Workload, wire_gb_per_s: float) -> float
     if count < 2:
         return math.inf
     best = np.sort(rates, axis=1)[:, ::-1].cumsum(axis=1)
-    moved = np.array([parameter_traffic(workload, ranks) for ranks in range(2, count + 1)]) / (wire_gb_per_s * GB)
+    moved = parameter_traffic(workload, np.arange(2, count + 1)) / (wire_gb_per_s * GB)
     return float(np.maximum(_spread(best[:, 1:], workload), moved).min())
 
 
@@ -104,10 +105,8 @@ def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
 
 def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
     """The distinct devices, and how many there are of each."""
-    counts: dict[int, int] = {}
-    for device in devices:
-        counts[id(device)] = counts.get(id(device), 0) + 1
-    distinct = {id(device): device for device in devices}
+    counts = Counter(map(id, devices))
+    distinct = dict(zip(map(id, devices), devices, strict=True))
     return [(distinct[key], count) for key, count in counts.items()]
 
 

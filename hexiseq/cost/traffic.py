@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -146,11 +147,14 @@ def _ring_tokens(
     return fetched, delivered
 
 
-def parameter_traffic(workload: Workload, ranks: int) -> float:
+def parameter_traffic(workload: Workload, ranks: Any) -> Any:
     """Bytes that pass each wire of the circle of ranks in an optimizer step: parameters gathered, gradients reduced.
 
     Layers are gathered once or twice a micro-step, embedding and head (which stay) once; gradients are reduced in fp32
     once an optimizer step.
+
+    Args:
+        ranks: a number, or an array of numbers.
     """
     model = workload.model
     gathers = 1 if workload.keep_parameters else 2

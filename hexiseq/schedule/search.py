@@ -331,9 +331,11 @@ class Search:
         index: list[int] = []
         members_of: Grouping = []
         classes: list[GroupClass] = []
-        alike, most, limits = self.exchange.alike, caps.tolist(), None if head_caps is None else head_caps.tolist()
+        traits = (self.exchange.alike, caps.tolist(), [None] * len(caps) if head_caps is None else head_caps.tolist())
+        number: dict[tuple, int] = {}
+        kind = [number.setdefault(rank, len(number)) for rank in zip(*traits, strict=True)]
         for members in grouping:
-            key = tuple((alike[r], most[r], limits and limits[r]) for r in members)
+            key = tuple(map(kind.__getitem__, members))
             if key not in found:
                 cut = self.cut_heads(members, rough, head_caps)
                 if cut is None:
