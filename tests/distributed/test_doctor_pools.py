@@ -1,0 +1,75 @@
+"""Ranks compare what they are through the store: one message for all, and the absent are named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import training_cases as cases
+
+from hexiseq import doctor
+from hexiseq.doctor import Meeting, check, examine
+from hexiseq.plan import Plan
+from hexiseq.strategy import HexiSeqStrategy
+
+
+def compared(claims: dict[int, dict[str, str]], absent: int | None, timeout_seconds: float) -> str:
+    """What this rank of a pool is told, some ranks claiming other versions, one perhaps not there."""
+    rank = dist.get_rank()
+    store = doctor.reach_store("unused", 0, rank, timeout_seconds)
+    if rank == absent:
+        return "absent"
+    own = dataclasses.replace(examine(torch.device("cpu"), rank), **claims.get(rank, {}))
+    try:
+        reports, noted = check(Meeting(store, rank, dist.get_world_size(), timeout_seconds), own, "float32")
+    except ValueError as error:
+        return str(error)
+    return f"{[report.rank for report in reports]} {noted}"
+
+
+def test_ranks_that_agree_hear_of_one_another(pools) -> None:
+    assert pools(3).run(compared, {}, None, 20.0) == ["[0, 1, 2] []"] * 3
+
+
+def test_one_rank_with_another_version_stops_all_with_one_message(pools) -> None:
+    answers = pools(3).run(compared, {1: {"torch": "2.12.0"}, 2: {"python": "3.10.1"}}, None, 20.0)
+    assert len(set(answers)) == 1
+    assert "cannot work together" in answers[0]
+    assert "torch: 2.12.0 on rank 1" in answers[0]
+    assert "python" not in answers[0].lower()
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_come_is_named_on_all_others(pools, absent: int) -> None:
+    answers = pools(3).run(compared, {}, absent, 0.5)
+    told = {answer for rank, answer in enumerate(answers) if rank != absent}
+    assert told == {f"comparing the ranks' software: rank {absent} did not answer within 0.5 s; see its log, or leave "
+                    "it out"}  # fmt: skip
+
+
+def refused(plan: Plan, claims: dict[int, dict[str, str]]) -> str:
+    """The text of the ValueError this rank's strategy ends with."""
+    rank = dist.get_rank()
+    own = doctor.examine
+
+    def claim(device: torch.device, rank: int) -> doctor.Report:
+        return dataclasses.replace(own(device, rank), **claims.get(rank, {}))
+
+    doctor.examine = claim
+    try:
+        job = cases.trainer(HexiSeqStrategy(plan), max_steps=1)
+        job.fit(cases.CausalLM(cases.CONFIG, cases.OPTIMIZER, seed=7), cases.Batches(plan))
+    except ValueError as error:
+        return str(error)
+    finally:
+        doctor.examine = own
+    return f"rank {rank} went on"
+
+
+def test_the_strategy_asks_before_it_makes_its_process_group(pools) -> None:
+    plan = cases.make_plan(cases.UNEVEN)
+    answers = pools(3).run(refused, plan, {2: {"nccl": "2.21.5"}}, timeout=120)
+    assert len(set(answers)) == 1
+    assert "nccl: 2.21.5 on rank 2 (cpu on here), none on rank 0 (cpu on here)" in answers[0]
