@@ -1,4 +1,4 @@
-"""Solve and show a plan: the table, its rivals, ``plan.json`` and ``plan.svg``. Starts no process."""
+"""Solve and show a plan: the table, its rivals, ``plan.json`` and pictures. Starts no process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from recipes.job import Config, solve_config
 
 
 def run(config: Config, run_dir: Path) -> None:
-    _, _, plan = solve_config(config)
+    cluster, workload, plan = solve_config(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     plan.save(run_dir / "plan.json")
-    (run_dir / "plan.svg").write_text(picture.plan_svg(plan))
+    picture.draw(run_dir, plan, cluster, workload)
     print(table(plan))
-    print(f"solved in {plan.solve_seconds:.2f} s; written: {run_dir / 'plan.json'}, {run_dir / 'plan.svg'}")
+    written = [run_dir / "plan.json", *picture.pictures(run_dir)]
+    print(f"solved in {plan.solve_seconds:.2f} s; written: {', '.join(map(str, written))}")

@@ -20,7 +20,7 @@ ALLOWED = {
     "cost": {"plan", "cluster", "workload"},
     "schedule": {"plan", "cluster", "workload", "cost"},
     "simulate": {"plan", "cluster", "workload", "cost"},
-    "picture": {"plan"},
+    "picture": {"plan", "cluster", "workload", "cost", "simulate"},
     "rehearsal": {"plan", "cluster"},
     "testbed": {"cluster"},
     "launch": {"plan", "testbed"},
