@@ -118,7 +118,8 @@ def write_row(path: Path, run_dir: Path, number: int, overrides: str, status: st
         "run_dir": str(run_dir),
     }
     last = jobs.last_metrics(run_dir) if status == "ok" else {}
-    row |= {key: last.get(key, "") for key in ("loss", "tokens_per_second", "step_seconds", "predicted_step_seconds")}
+    figures = ("loss", "tokens_per_second", "step_seconds", "predicted_step_seconds", "simulated_step_seconds")
+    row |= {key: last.get(key, "") for key in figures}
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, list(row))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hexiseq import testbed
+from hexiseq import picture
 from hexiseq.cluster import Cluster, Place, device_from_config
 from hexiseq.cost import match_places, predict
 from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, table
@@ -204,6 +205,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
         target.save(run_dir / "plan.target.json")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
+    picture.draw(run_dir, target or plan, cluster, workload, rehearsal=target is not None)
     return job
 
 
@@ -362,10 +364,16 @@ def announce(job: Job) -> None:
 
 
 def last_metrics(run_dir: Path) -> dict[str, str]:
-    """The newest non-empty value of every column of a run's metrics.csv; without one, what its plan predicts."""
-    path = run_dir / "metrics.csv"
+    """The newest non-empty value of every column of a run's metrics.csv.
+
+    Without one, what its plan predicts; if a step was simulated, ``simulated_step_seconds`` besides.
+    """
+    path, simulation = run_dir / "metrics.csv", run_dir / "simulation.json"
     if not path.exists():
         predicted = Plan.load(run_dir / "plan.json").predicted
-        return {"predicted_step_seconds": str(predicted.step_seconds)} if predicted else {}
+        found = {"predicted_step_seconds": str(predicted.step_seconds)} if predicted else {}
+        if simulation.exists():
+            found["simulated_step_seconds"] = str(json.loads(simulation.read_text())["step_seconds"])
+        return found
     with path.open(newline="") as file:
         return {key: value for row in csv.DictReader(file) for key, value in row.items() if value}
