@@ -30,32 +30,35 @@ def exchange_bytes(
     # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
     shared = (np.bincount(home, kv) > plan.num_kv_heads)[home]
     grads = tokens * np.where(shared, accumulator_bytes(workload) / workload.element_bytes, 1.0)
-    among = home[:, None] == home
-    np.fill_diagonal(among, False)
+    among = (home[:, None] == home).astype(float)
+    np.fill_diagonal(among, 0.0)
+
+    def between(sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+        found = np.outer(sent, received)
+        found *= among
+        return found
+
     return {
-        "heads_in": np.outer(tokens, heads + 2 * kv) * among,
-        "heads_out": np.outer(heads, tokens) * among,
-        "grads_in": np.outer(tokens, 3 * heads + 2 * kv) * among,
-        "grads_out": np.outer(heads + 2 * kv, grads) * among,
+        "heads_in": between(tokens, heads + 2 * kv),
+        "heads_out": between(heads, tokens),
+        "grads_in": between(tokens, 3 * heads + 2 * kv),
+        "grads_out": between(heads + 2 * kv, grads),
     }
 
 
 def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks."""
-    kv_tokens, dkv_tokens = _kv_tokens(plan, replica, workload.model.window)
-    unit = 2 * workload.model.head_dim * replica.sequences
-    return unit * workload.element_bytes * kv_tokens, unit * accumulator_bytes(workload) * dkv_tokens
-
-
-def _kv_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens times KV heads from rank to rank in one pass: KV, and dKV.
-
-    A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
-    that holds its head.
-    """
     home, heads = hops(plan, replica)
-    fetched, delivered = group_tokens(plan, replica, window)
-    return heads * fetched[np.ix_(home, home)], heads.T * delivered[np.ix_(home, home)]
+    fetched, delivered = group_tokens(plan, replica, workload.model.window)
+    unit = 2 * workload.model.head_dim * replica.sequences
+    # A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
+    # that holds its head.
+    kv = (unit * workload.element_bytes * fetched)[np.ix_(home, home)]
+    dkv = (unit * accumulator_bytes(workload) * delivered)[np.ix_(home, home)]
+    # In place: ranks x ranks is large.
+    kv *= heads
+    dkv *= heads.T
+    return kv, dkv
 
 
 def hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
@@ -275,18 +278,18 @@ class Wires:
             self.add(load, np.arange(len(self.places))[None], sent)
             return self.busiest(load, 0.0)
         # The same without a load: what is left when no link is special.
-        inside = sent * self._same
-        busy = float((np.maximum(inside.sum(1), inside.sum(0)) / self.port).max())
+        near_out, near_in = np.einsum("ij,ij->i", sent, self._same), np.einsum("ij,ij->j", sent, self._same)
+        busy = float((np.maximum(near_out, near_in) / self.port).max())
         if len(self.nic) > 1:
-            outside = sent - inside
-            out, into = (np.bincount(self.node, outside.sum(axis)) for axis in (1, 0))
+            out = np.bincount(self.node, sent.sum(1) - near_out)
+            into = np.bincount(self.node, sent.sum(0) - near_in)
             busy = max(busy, float((np.maximum(out, into) / self.nic).max()))
         return busy
 
     @cached_property
     def _same(self) -> np.ndarray:
-        """Whether two ranks share a node."""
-        return self.node[:, None] == self.node
+        """1 where two ranks share a node."""
+        return (self.node[:, None] == self.node).astype(float)
 
     def busiest(self, load: Load, circle: float) -> float:
         """Time of the busiest wire for `load` and `circle` bytes on every wire of the circle of all ranks."""
