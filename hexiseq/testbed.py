@@ -31,8 +31,8 @@ INTERFACE = "eth0"  # inside a namespace
 _SETTLING_SECONDS = 15.0  # in which the ranks of a process that was killed end
 _NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
-# More than a TCP connection has in flight: the link is slow but loses nothing.
-_QUEUE_BYTES = 16_000_000
+# Of a real card's order: what a rank sends does not keep its acknowledgements of the other direction waiting for long.
+_QUEUE_SECONDS = 0.02
 _BURST_SECONDS = 0.002
 _LEAST_BURST_BYTES = 131_072  # two of the largest segments
 
@@ -225,7 +225,7 @@ def _make_namespaces(keeper: _Keeper, nodes: dict[int, float]) -> tuple[dict[int
             _ip("-n", name, "link", "set", "lo", "up")
             burst = max(_LEAST_BURST_BYTES, round(gb_per_s * 1e9 * _BURST_SECONDS))
             cap = ("root", "tbf", "rate", f"{round(gb_per_s * 8e9)}bit", "burst", str(burst),
-                   "limit", str(max(burst, _QUEUE_BYTES)))  # fmt: skip
+                   "limit", str(2 * burst + round(gb_per_s * 1e9 * _QUEUE_SECONDS)))  # fmt: skip
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *cap)  # what the node sends
             _run("tc", "qdisc", "add", "dev", outside, *cap)  # what it receives
     except (OSError, subprocess.CalledProcessError) as error:
