@@ -27,14 +27,16 @@ from hexiseq import launch
 from hexiseq.cost import OutOfMemory
 from hexiseq.schedule import IllegalPolicy
 from recipes import job as jobs
-from recipes import plan, simulate
+from recipes import plan, profile, simulate
+from recipes.report import write_report
 
 ROOT = Path(__file__).resolve().parent
 # Recipes that only compute run in this process; the others run in one process per rank.
 LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run}
-RANK_RECIPES = ("pretrain",)
+RANK_RECIPES = {"pretrain": jobs, "profile": profile}
 
 outcomes: list[str] = []
+sweeps: list[Path] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="train")
@@ -67,6 +69,7 @@ def main(composed: DictConfig) -> None:
     if sweep_dir is not None:
         overrides = " ".join(hydra_config.overrides.task)
         write_row(sweep_dir / "summary.csv", run_dir, hydra_config.job.num, overrides, status, reason)
+        sweeps[:] = [sweep_dir]
 
 
 def run(composed: DictConfig, run_dir: Path) -> None:
@@ -86,18 +89,20 @@ def run(composed: DictConfig, run_dir: Path) -> None:
         launch.start_local(command, job.plan.world_size, run_dir, job.plan)
 
 
-def prepared(config: dict[str, Any], run_dir: Path, ranks: int | None = None) -> jobs.Job:
-    job = jobs.prepare(config, run_dir, ranks=ranks)
-    jobs.announce(job)
+def prepared(config: dict[str, Any], run_dir: Path, ranks: int | None = None) -> Any:
+    preparing = RANK_RECIPES[config["recipe"]["name"]]
+    job = preparing.prepare(config, run_dir, ranks=ranks)
+    preparing.announce(job)
     return job
 
 
 def join(prepare: Any, recipe: str | None) -> None:
     """Take part in the job a launcher started: rank 0 prepares, the others receive and never compose."""
-    job = jobs.Job.from_dict(launch.broadcast_run(prepare, timeout_seconds=600))
-    name = recipe or job.config["recipe"]["name"]
+    data = launch.broadcast_run(prepare, timeout_seconds=600)
+    name = recipe or data["config"]["recipe"]["name"]
     # Only ranks pay for importing torch and Lightning.
     module = importlib.import_module(f"recipes.{name}")
+    job = module.Job.from_dict(data)
     launch.worker(lambda: module.run(job), job.run_dir)
 
 
@@ -132,6 +137,14 @@ def write_row(path: Path, run_dir: Path, number: int, overrides: str, status: st
             csv.writer(file).writerows([["status", "reason"], [status, reason]])
 
 
+def sweep_report(sweep_dir: Path) -> None:
+    """Compare the sweep's jobs in ``report.html``; its jobs have ended as they have, whether that works or not."""
+    try:
+        print(f"written: {write_report(sweep_dir)}", flush=True)
+    except Exception as error:
+        print(f"warning: no report was written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
 def start() -> int:
     multirun = any(argument in ("-m", "--multirun") for argument in sys.argv[1:])
     if launch.joined():
@@ -152,6 +165,8 @@ def start() -> int:
                 return launch.USER_ERROR_CODE
             return 0
     main()
+    for sweep_dir in sweeps:
+        sweep_report(sweep_dir)
     if "error" in outcomes:
         return launch.USER_ERROR_CODE
     return 1 if "failed" in outcomes else 0

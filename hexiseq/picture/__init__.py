@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hexiseq.picture.comparison import Comparison
 from hexiseq.plan import Plan
 
 if TYPE_CHECKING:
     from hexiseq.cluster import Cluster
-    from hexiseq.picture.bars import Comparison
     from hexiseq.workload import Workload
 
 PICTURES = ("plan.svg", "timeline.svg")

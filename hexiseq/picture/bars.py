@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 from hexiseq.picture.canvas import ALARM, BAND, FAINT, FONT, PALETTE, Page, bare, bars, column_inches, drawing
+from hexiseq.picture.comparison import Comparison
 
 _SIDE, _PITCH, _GAP, _INCHES = 0.15, 0.26, 0.2, 3.2
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What is compared.
-
-    Attributes:
-        title: what all jobs have in common.
-        labels, policies: of each job.
-        lanes: title -> tokens per second of each job; None where there is none.
-        problems: of each job, why it has no figures; empty if it has.
-        alike: lanes measure the same thing and share a scale.
-    """
-
-    title: str
-    labels: Sequence[str]
-    policies: Sequence[str]
-    lanes: Mapping[str, Sequence[float | None]]
-    problems: Sequence[str]
-    alike: bool = True
 
 
 def comparison_page(comparison: Comparison) -> Page:
