@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
-from hexiseq import HexiSeqStrategy, launch
+from hexiseq import HexiSeqStrategy, launch, picture
 from hexiseq.callbacks import Checkpoints, Throughput, Traces
 from hexiseq.module import CausalLM
 from hexiseq.workload import ModelShape
@@ -83,6 +83,7 @@ def run(job: Job) -> None:
         if trainer.is_global_zero:
             # Ranks may have been renamed to where the launcher put them.
             strategy.plan.save(job.run_dir / "plan.json")
+            picture.draw_measured(job.run_dir)
         failed = False
     finally:
         finish(chosen, failed)

@@ -20,6 +20,10 @@ from hexiseq import picture
 from hexiseq.picture.comparison import Comparison
 from hexiseq.plan import Plan
 
+_REHEARSALS = (
+    "Rehearsals: what is predicted is for the cluster's devices; what is measured is of CPU processes with a small model "
+    "in their place, and says nothing of those devices."
+)
 BASELINES = ("ring", "ulysses", "usp")  # the even splits that a speed-up is over
 KINDS = ("predicted", "simulated", "measured")
 STATUS = {"out_of_memory": "out of memory"}
@@ -144,8 +148,7 @@ def page(name: str, jobs: Sequence[Job]) -> str:
         else f"<p>{len(jobs)} jobs, {ran} ran.</p>",
     ]  # fmt: skip
     if any(job.rehearsal for job in jobs):
-        parts.append("<p class='alarm'>Rehearsals: what is predicted is for the cluster's devices; what is measured is "
-                     "of CPU processes with a small model in their place, and says nothing of those devices.</p>")  # fmt: skip
+        parts.append(f"<p class='alarm'>{_REHEARSALS}</p>")
     if jobs:
         parts += [_chart(jobs, labels, common), _table(jobs, labels), *map(_pictures, jobs, labels)]
     return _HTML.replace("TITLE", escape(f"HexiSeq sweep {name}")).replace("BODY", "\n".join(parts))
