@@ -331,9 +331,8 @@ class Search:
         index: list[int] = []
         members_of: Grouping = []
         classes: list[GroupClass] = []
-        traits = (self.exchange.alike, caps.tolist(), [None] * len(caps) if head_caps is None else head_caps.tolist())
-        number: dict[tuple, int] = {}
-        kind = [number.setdefault(rank, len(number)) for rank in zip(*traits, strict=True)]
+        free = caps is self.capacity and head_caps is None
+        kind = self._kinds_at_most if free else _numbered(self.exchange.alike, caps, head_caps)
         for members in grouping:
             key = tuple(map(kind.__getitem__, members))
             if key not in found:
@@ -353,6 +352,11 @@ class Search:
         if sum(count * sum(c.caps) for count, c in zip(counts.tolist(), classes, strict=True)) < self.workload.seq_len:
             return None
         return Parts(grouping, classes, counts.tolist(), index, members_of)
+
+    @functools.cached_property
+    def _kinds_at_most(self) -> list[int]:
+        """A number for each kind of rank, when it may hold what it can at the very most."""
+        return _numbered(self.exchange.alike, self.capacity, None)
 
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
@@ -464,6 +468,13 @@ class Search:
                 return None
             counts.append((slots[g], list(zip(members, sizes, group.heads, strict=True))))
         return counts
+
+
+def _numbered(alike: list[tuple], caps: np.ndarray, head_caps: np.ndarray | None) -> list[int]:
+    """A number for each rank, the same for those of one kind with the same caps."""
+    known: dict[tuple, int] = {}
+    limits = [None] * len(alike) if head_caps is None else head_caps.tolist()
+    return [known.setdefault(rank, len(known)) for rank in zip(alike, caps.tolist(), limits, strict=True)]
 
 
 @dataclass(frozen=True)

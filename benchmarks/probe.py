@@ -1,0 +1,164 @@
+"""A rank of a training run that is watched: bytes at the border of its process groups, memory, clocks, kinds of work.
+
+    python -m benchmarks.probe RUN_DIR [profile]
+
+runs `recipes.pretrain` on a prepared run folder, as `hexiseq.launch` starts it, and writes ``probe-N.json`` there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from hexiseq import launch
+from recipes import pretrain
+from recipes.job import load
+
+# Kinds of work by the first name that is part of an operator's, in this order.
+KINDS = {
+    "attention": ("flash_attention",),
+    "gemm": ("aten::mm", "aten::addmm", "aten::bmm", "linear_cross_entropy"),
+    "optimizer": ("Optimizer", "_foreach", "aten::_fused_adam"),
+    "gloo": ("gloo", "c10d"),
+}
+
+
+class Border:
+    """Counts what this rank hands to its process groups, by kind, itself as receiver left out."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = defaultdict(int)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        names = ("batch_isend_irecv", "all_to_all_single", "all_gather_single", "reduce_scatter_single", "all_reduce")
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                counted = self._counted(getattr(dist, name), getattr(self, f"_{name}"))
+                stack.enter_context(mock.patch.object(dist, name, counted))
+            yield
+
+    @staticmethod
+    def _counted(plain: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            count(*args, **options)
+            return plain(*args, **options)
+
+        return call
+
+    def _batch_isend_irecv(self, ops: Any) -> None:
+        self.sent["attention"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+
+    def _all_to_all_single(self, output: Any, source: Any, output_sizes: Any, input_sizes: Any, group: Any,
+                           **_: Any) -> None:  # fmt: skip
+        ranks = dist.get_process_group_ranks(group)
+        away = sum(size for rank, size in zip(ranks, input_sizes, strict=True) if rank != dist.get_rank())
+        self.sent["attention"] += away * source.element_size()
+
+    def _all_gather_single(self, output: Any = None, source: Any = None, group: Any = None, *_: Any,
+                           **options: Any) -> None:  # fmt: skip
+        source = options.get("input_tensor", options.get("input", source))
+        # On the circle each rank passes on all parts but one.
+        self.sent["parameters"] += source.nbytes * (dist.get_world_size(group) - 1)
+
+    def _reduce_scatter_single(self, output: Any = None, source: Any = None, *_: Any, **options: Any) -> None:
+        output = options.get("output_tensor", options.get("output", output))
+        self.sent["parameters"] += output.nbytes * (dist.get_world_size(options.get("group")) - 1)
+
+    def _all_reduce(self, tensor: Any, *_: Any, **__: Any) -> None:
+        self.sent["all_reduce"] += tensor.nbytes
+
+
+class Probe(pl.Callback):
+    """Clocks and counters at the end of every step; peak memory above what the process held before there was a model.
+
+    Args:
+        profile: also split the last step's CPU time by kinds of work (`KINDS`), which slows that step.
+    """
+
+    def __init__(self, folder: Path, border: Border, profile: bool) -> None:
+        self._folder, self._border, self._profile = folder, border, profile
+        self._steps: list[dict[str, Any]] = []
+        self._kinds: dict[str, float] = {}
+        self._profiler: Any = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._before = _status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark()
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+        if self._profile and trainer.global_step == trainer.max_steps - 1:
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profiler.start()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._kinds = kinds(self._profiler)
+        self._mark()
+
+    def _mark(self) -> None:
+        clocks = {"wall": time.perf_counter(), "cpu": time.process_time()}
+        self._steps.append({**clocks, "sent": dict(self._border.sent)})
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        steps = [
+            {"wall": b["wall"] - a["wall"], "cpu": b["cpu"] - a["cpu"],
+             "sent": {kind: count - a["sent"].get(kind, 0) for kind, count in b["sent"].items()}}
+            for a, b in zip(self._steps, self._steps[1:], strict=False)
+        ]  # fmt: skip
+        found = {"steps": steps, "peak_bytes": _status_bytes("VmHWM") - self._before, "kinds": self._kinds}
+        (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
+
+
+def kinds(profiler: Any) -> dict[str, float]:
+    """CPU seconds by kind of work; what belongs to none is elementwise work, copies and the interpreter's overhead."""
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        found = (kind for kind, names in KINDS.items() if any(name in event.key for name in names))
+        seconds[next(found, event.key)] += event.self_cpu_time_total * 1e-6
+    named = {kind: seconds.pop(kind, 0.0) for kind in KINDS}
+    largest = dict(sorted(seconds.items(), key=lambda item: -item[1])[:25])
+    return {**named, "elementwise": sum(seconds.values()), **{f"  {name}": value for name, value in largest.items()}}
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def run(folder: Path, profile: bool) -> None:
+    border = Border()
+    probe = Probe(folder, border, profile)
+
+    class Watched(pl.Trainer):
+        def __init__(self, *, callbacks: list[pl.Callback], **options: Any) -> None:
+            super().__init__(callbacks=[*callbacks, probe], **options)
+
+    with border.watched(), mock.patch.object(pl, "Trainer", Watched):
+        pretrain.run(load(folder))
+
+
+if __name__ == "__main__":
+    run_dir = Path(sys.argv[1])
+    launch.worker(lambda: run(run_dir, "profile" in sys.argv[2:]), run_dir)
