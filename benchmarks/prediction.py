@@ -449,8 +449,8 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clock: str, path: Path) -> None:
         ):
             chosen = values[[row["calibrates"] is calibrates for row in rows.values()]]
             axis.scatter(*chosen.T, s=34, color=colour, marker=marker, label=label, zorder=3)
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}",
-                 title=title)  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
+        axis.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
         axis.set_aspect("equal")
     axes[0].legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=150)

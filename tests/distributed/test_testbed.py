@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = ("data=synthetic", "data.seq_len=256", "trainer.validation_sequences=0", "strategy=ring")
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 # Two nodes of a rank each: 1 : 0.5 by quotas, 20 MB/s between them.
-NODE = "{{name: n{0}, devices: [{{type: cpu_core, cores: [{0}], quota: {1}}}], intra_gb_per_s: 1, nics: 1, nic_gb_per_s: 0.02}}"
-BED = ("+cluster=cpu_slow_link", f"cluster.nodes=[{NODE.format(0, 0.8)},{NODE.format(1, 0.4)}]")
+NODE = "{{name: n{0}, devices: [{{type: cpu_core, cores: [{0}], quota: {1}}}], intra_gb_per_s: 1, {2}}}"
+LINK = "nics: 1, nic_gb_per_s: 0.02"
+BED = ("+cluster=cpu_slow_link", f"cluster.nodes=[{NODE.format(0, 0.8, LINK)},{NODE.format(1, 0.4, LINK)}]")
 
 
 def start(launcher: tuple[str, ...], folder: Path, *arguments: str) -> subprocess.Popen[str]:

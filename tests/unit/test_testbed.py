@@ -87,7 +87,7 @@ def test_nothing_is_made_where_nothing_is_asked_for() -> None:
 
 def test_a_machine_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(testbed, "_roots", lambda: [])
-    with pytest.raises(ValueError, match="gives no CPU quotas.*no cgroup file system.*run as root.*such as cpu_mixed"):
+    with pytest.raises(ValueError, match=r"gives no CPU quotas.*no cgroup file system.*run as root.*such as cpu_mixed"):
         testbed.build(cluster(Seat(CPU, (), 0.5)).places, False)
     monkeypatch.setattr(testbed, "_roots", lambda: [(tmp_path / "not there", False)])
     with pytest.raises(ValueError, match="not there: No such file or directory"):
@@ -102,7 +102,7 @@ def test_namespaces_need_a_launcher_on_this_machine(monkeypatch: pytest.MonkeyPa
     for ranks, here, store in (("4", "2", "True"), ("2", "2", "False")):
         for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", here), ("TORCHELASTIC_USE_AGENT_STORE", store)):
             monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match="ranks must be started by python train.py or torchrun"):
+        with pytest.raises(ValueError, match=r"ranks must be started by python train\.py or torchrun"):
             testbed.build(cluster(Seat(CPU)).places, True)
 
 
