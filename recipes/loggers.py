@@ -70,9 +70,10 @@ def start_wandb(job: Job) -> Any:
     settings = job.config["logger"]
     number = earlier_run(job.config["ckpt_path"]) if settings["resume"] else _new_id()
     online = settings["mode"] == "online"
+    offline = f"logging offline, to be sent later with wandb sync {job.run_dir}/wandb/offline-run-*"
     if online and (reason := _no_key()):
         online = False
-        print(f"W&B: {reason}; logging offline, to be sent later with wandb sync {job.run_dir / 'wandb'}", flush=True)
+        print(f"W&B: {reason}; {offline}", flush=True)
     given = {
         "project": settings["project"],
         "dir": str(job.run_dir),
@@ -88,8 +89,8 @@ def start_wandb(job: Job) -> Any:
         except wandb.errors.Error as error:
             online = False
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            print(f"W&B cannot be reached ({reason}); logging offline, to be sent later with wandb sync "
-                  f"{job.run_dir / 'wandb'}", flush=True)  # fmt: skip
+            print(f"W&B cannot be reached ({reason}); {offline}", flush=True)
+            wandb.teardown()  # its service holds the id of the run that did not start
             given["resume"] = None
     if not online:
         run = wandb.init(**given, mode="offline", settings=quiet)
@@ -112,8 +113,11 @@ def finish(chosen: list[Logger], failed: bool) -> None:
     """End W&B's run, with an exit code, whatever has happened."""
     for logger in chosen:
         if isinstance(logger, WandbLogger):
+            import wandb
+
             try:
                 logger.experiment.finish(exit_code=int(failed))
+                wandb.teardown()  # its service writes on after that; a rank that has failed leaves at once
             except Exception:  # training's own error must not be lost
                 log.exception("W&B did not finish")
 
