@@ -8,7 +8,6 @@ same words.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import os
@@ -104,20 +103,22 @@ def examine(device: torch.device, rank: int) -> Report:
     """This rank's report. `device` and node are what the launcher says they are, else the driver's and the host's."""
     import torch
 
+    import hexiseq
+
     on_gpu = device.type == "cuda"
     has_bf16 = not on_gpu or bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
     return Report(
         rank=rank,
         node=os.environ.get("HEXISEQ_NODE", socket.gethostname()),
         device=os.environ.get("HEXISEQ_DEVICE_TYPE", driver_name(device)),
-        hexiseq=_version("hexiseq"),
+        hexiseq=hexiseq.__version__,
         torch=torch.__version__,
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda or NONE,
         cudnn=str(torch.backends.cudnn.version() or NONE),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else NONE,
         driver=_driver(),
         python=platform.python_version(),
-        cpu=_cpu(),
+        cpu=processor(),
         dtypes=(*(["bfloat16"] if has_bf16 else []), "float16", "float32", "float64"),
     )
 
@@ -287,13 +288,6 @@ def _text(value: Any) -> str:
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _driver() -> str:
     """Version of NVIDIA's kernel module, or of AMD's."""
     for path, pattern in (
@@ -305,7 +299,8 @@ def _driver() -> str:
     return NONE
 
 
-def _cpu() -> str:
+def processor() -> str:
+    """Model of the host's CPU."""
     path = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.is_file() else None
     return found[1].strip() if found else platform.processor() or platform.machine()

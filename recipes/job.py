@@ -97,7 +97,7 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         ValueError: anything the user can put right, before any process starts.
     """
     _check(config)
-    cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else detect(ranks)
+    cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else detect(config, ranks)
     if ranks is not None and ranks != len(cluster.places):
         raise ValueError(
             f"the launcher started {ranks} ranks, cluster {cluster.name!r} has {len(cluster.places)} devices "
@@ -291,17 +291,41 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     return config, dataclasses.replace(small, predicted=predict(small, here, small_workload))
 
 
-def detect(ranks: int | None = None) -> Cluster:
-    """The devices at hand as a cluster, measured in a process of its own (CUDA must not be initialised in this one).
+def detect(config: Config, ranks: int | None = None) -> Cluster:
+    """The devices at hand as a cluster, as measured before or measured now (`recipes.profile`).
+
+    That is done by processes of their own: CUDA must not be initialised in this one.
 
     Args:
         ranks: how many ranks there will be; None: one per GPU, or per CPU core up to four.
+
+    Raises:
+        ValueError: measuring failed, or the ranks a launcher started are on several machines.
     """
-    command = [sys.executable, "-m", "hexiseq.profile", *([str(ranks)] if ranks else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if ranks is not None and (here := int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) != ranks:
+        raise ValueError(
+            f"{here} of the {ranks} ranks are on this machine, and without +cluster only one machine is measured; run "
+            "recipe=profile recipe.save=NAME under the same launcher once, then +cluster=NAME"
+        )
+    # Where a launcher started this process, its variables are not for those that measure.
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    paths = [str(CONF.parent), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command, request = [sys.executable, "-m", "recipes.profile"], json.dumps({"config": config, "ranks": ranks})
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=300, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError("measuring this machine took more than 300 s; name a cluster with +cluster=NAME") from None
     if done.returncode:
         raise ValueError(f"measuring this machine failed; name a cluster with +cluster=NAME\n{done.stderr[-2000:]}")
-    return Cluster.from_config(json.loads(done.stdout))
+    answer = json.loads(done.stdout.splitlines()[-1])
+    print(answer["note"], flush=True)
+    if answer["warning"]:
+        print(f"warning: {answer['warning']}", file=sys.stderr, flush=True)
+    return Cluster.from_config(answer["cluster"])
 
 
 def _summary(cluster: Cluster) -> str:
@@ -368,10 +392,11 @@ def last_metrics(run_dir: Path) -> dict[str, str]:
 
     Without one, what its plan predicts; if a step was simulated, ``simulated_step_seconds`` besides.
     """
-    path, simulation = run_dir / "metrics.csv", run_dir / "simulation.json"
+    path, plan, simulation = (run_dir / name for name in ("metrics.csv", "plan.json", "simulation.json"))
     if not path.exists():
-        predicted = Plan.load(run_dir / "plan.json").predicted
-        found = {"predicted_step_seconds": str(predicted.step_seconds)} if predicted else {}
+        found = {}
+        if plan.exists() and (predicted := Plan.load(plan).predicted):
+            found["predicted_step_seconds"] = str(predicted.step_seconds)
         if simulation.exists():
             found["simulated_step_seconds"] = str(json.loads(simulation.read_text())["step_seconds"])
         return found
