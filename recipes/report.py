@@ -21,8 +21,8 @@ from hexiseq.picture.comparison import Comparison
 from hexiseq.plan import Plan
 
 _REHEARSALS = (
-    "Rehearsals: what is predicted is for the cluster's devices; what is measured is of CPU processes with a small model "
-    "in their place, and says nothing of those devices."
+    "Rehearsals: what is predicted is for the cluster's devices; what is measured is of CPU processes with a small "
+    "model in their place, and says nothing of those devices."
 )
 BASELINES = ("ring", "ulysses", "usp")  # the even splits that a speed-up is over
 KINDS = ("predicted", "simulated", "measured")
@@ -229,7 +229,7 @@ def _number(text: str | None) -> float | None:
 def _status_cell(job: Job) -> str:
     if job.status == "ok":
         return "rehearsed" if job.rehearsal else "ok"
-    return f"<b class='alarm'>{escape(_status(job))}</b><br><span class='reason'>{escape(job.reason)}</span>"
+    return f"<b class='alarm'>{escape(_status(job))}</b><br/><span class='reason'>{escape(job.reason)}</span>"
 
 
 def _memory(plan: Plan | None) -> str:
@@ -271,7 +271,7 @@ def _drawn(draw: Callable[[], str], prefix: str) -> str:
 _HTML = """<!DOCTYPE html>
 <html lang="en">
 <head>
-<meta charset="utf-8">
+<meta charset="utf-8"/>
 <title>TITLE</title>
 <style>
 body { font: 14px/1.45 "DejaVu Sans", Verdana, Arial, sans-serif; color: #1a1a1a; margin: 2em; }

@@ -38,12 +38,15 @@ def plan_page(plan: Plan, *, model: str, busy: Sequence[float] | None, note: str
         busy: by rank, the share of a step it computes; None leaves that column out.
         note: a line under the title.
     """
-    shown = rows(plan, kinds_of(plan), each=EACH, most=MOST)
+    found = rows(plan, kinds_of(plan), each=EACH, most=MOST)
+    shown, rest = found[:EACH], found[EACH:]
     counts: dict[str, int] = {}
     for device in plan.devices:
         counts[device.type] = counts.get(device.type, 0) + 1
     colours = {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(counts)}
     labels, notes = _labels(plan, shown), _excluded(plan)
+    if rest:
+        notes = [f"... and {sum(row.devices for row in rest):,} devices in replicas of other kinds", *notes]
     texts = column_inches(labels)
     pitch = 0.2 if len(shown) > MOST else 0.24
     with drawing():

@@ -181,4 +181,8 @@ def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload) -> np.ndarray
             layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
             busy[kind.ranks] += model.layers * (layer + cost.attention_backward + cost.merge_backward)
         busy[kind.ranks] += cost.loss
-    return workload.accumulation * busy + optimizer_seconds(workload, wires)
+    # One device alone would have all states; it has a share of them.
+    one_of_each = {id(place.device): place for place in places}
+    optimizer = {key: optimizer_seconds(workload, Wires(cluster, [place])) for key, place in one_of_each.items()}
+    own = np.array([optimizer[id(place.device)] for place in places]) / len(places)
+    return workload.accumulation * busy + own

@@ -81,7 +81,7 @@ def predicted(plan: Plan, cluster: Cluster, workload: Workload) -> Timeline:
     else:
         found = _estimated(plan, kinds, cluster, workload, places)
         source = "predicted by the cost model's sums (too many ranks to simulate here)"
-    lanes = [Lane(_label(row), *found[row.ranks[0]]) for row in shown]
+    lanes = [Lane(_label(row), *found[row.ranks[0]]) for row in shown[: 2 * MOST]]
     return Timeline(title, source, tuple(lanes))
 
 
@@ -96,14 +96,15 @@ def measured(split: dict[str, Any], *, rehearsal: bool) -> Timeline:
     for entries in list(together.values())[:MOST]:
         # The one that the others wait for.
         entry = max(entries, key=lambda found: found["compute_seconds"])
-        name = f"rank {entry['rank']}, {entry['device']} on {entry['node']}"
+        device = f"CPU in place of {entry['device']}" if rehearsal else f"{entry['device']} on {entry['node']}"
+        name = f"rank {entry['rank']}, {device}"
         if len(entries) > 1:
             name += f", busiest of {len(entries)}"
         lanes.append(Lane(name, _bars(entry["layer"]["forward"]), _bars(entry["layer"]["backward"])))
     what = f"measured, step {split['step']}"
     if rehearsal:
-        what += " of the rehearsal: CPU processes and a small model in place of the devices named"
-    return Timeline("", what, tuple(lanes), comparable=not rehearsal)
+        what += " of the rehearsal: CPU processes and a small model, other times than those above"
+    return Timeline("One layer", what, tuple(lanes), comparable=not rehearsal)
 
 
 def _bars(found: Iterable[Sequence[Any]]) -> tuple[Bar, ...]:
