@@ -46,6 +46,7 @@ class Job:
         devices: type and node of each rank, as far as they are known before it starts.
         cores, quotas, berths: per rank, where the cluster puts it; empty where no CPU cluster is given.
         on_gpus: the ranks are GPUs.
+        saved: where the cluster goes beside the run folder; None: nowhere.
         quiet: print nothing; the cluster's file is what counts.
     """
 
@@ -56,7 +57,8 @@ class Job:
     quotas: tuple[float | None, ...]
     berths: tuple[testbed.Berth, ...]
     on_gpus: bool
-    quiet: bool = False
+    saved: Path | None
+    quiet: bool
 
     @property
     def world_size(self) -> int:
@@ -68,7 +70,7 @@ class Job:
         return cast(Plan, self)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "run_dir": str(self.run_dir)}
+        return {**asdict(self), "run_dir": str(self.run_dir), "saved": self.saved and str(self.saved)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Job:
@@ -80,6 +82,7 @@ class Job:
             quotas=tuple(data["quotas"]),
             berths=tuple(testbed.Berth(**berth) for berth in data["berths"]),
             on_gpus=data["on_gpus"],
+            saved=Path(data["saved"]) if data["saved"] else None,
             quiet=data["quiet"],
         )
 
@@ -117,6 +120,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None, quiet: b
         raise ValueError(f"{len(devices)} ranks are wanted, this machine has {most} GPUs; start them on all nodes with "
                          "torchrun or srun, or measure fewer")  # fmt: skip
     places = cluster.places if cluster and not on_gpus else ()
+    saved = _saved(config["recipe"])
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         job = Job(
@@ -127,6 +131,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None, quiet: b
             quotas=tuple(place.seat.quota for place in places),
             berths=testbed.build(places, cluster.namespaces) if cluster and places else (),
             on_gpus=on_gpus,
+            saved=saved,
             quiet=quiet,
         )
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -335,8 +340,8 @@ def _write(job: Job, cluster: Mapping[str, Any], raw: Mapping[str, Any]) -> None
     words = f"Measured by recipe=profile on {when}, torch {raw['doctor'][0]['torch']}."
     text = cluster_yaml(cluster, job.config["model"]["name"], words)
     targets = {job.run_dir / "cluster.yaml": text, job.run_dir / "profile.json": json.dumps(raw, indent=1) + "\n"}
-    if job.config["recipe"]["save"]:
-        targets[_saved(job.config["recipe"])] = text
+    if job.saved:
+        targets[job.saved] = text
     for path, content in targets.items():
         try:
             path.write_text(content)
@@ -346,14 +351,10 @@ def _write(job: Job, cluster: Mapping[str, Any], raw: Mapping[str, Any]) -> None
 
 def _say_where(job: Job) -> None:
     print(f"written: {job.run_dir / 'cluster.yaml'}, {job.run_dir / 'profile.json'}")
-    if job.config["recipe"]["save"]:
-        print(f"written: {_saved(job.config['recipe'])}; plan for it with +cluster={job.config['recipe']['save']}")
+    if job.saved:
+        print(f"written: {job.saved}; plan for it with +cluster={job.saved.stem}")
     else:
         print("recipe.save=NAME keeps it for +cluster=NAME")
-
-
-def _saved(recipe: Mapping[str, Any]) -> Path:
-    return CLUSTERS / f"{recipe['save']}.yaml"
 
 
 def _check(config: Config) -> None:
@@ -372,16 +373,21 @@ def _check(config: Config) -> None:
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"strategy.dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     ModelShape.from_hf_config(config["model"]["config"], config["model"]["name"])
+
+
+def _saved(recipe: Config) -> Path | None:
+    """Where ``recipe.save`` puts the cluster. Raises ValueError where it cannot, or must not."""
     save = recipe["save"]
     if save is None:
-        return
+        return None
     if not isinstance(save, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", save):
         raise ValueError(f"recipe.save must be a name of letters, digits, _ and -, got {save!r}")
-    path = _saved(recipe)
+    path = CLUSTERS / f"{save}.yaml"
     if path.exists() and not recipe["overwrite"]:
         raise ValueError(f"recipe.save={save}: {path} exists; choose another name, or recipe.overwrite=true")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"recipe.save={save}: {path.parent} cannot be written; take cluster.yaml from the run folder")
+    return path
 
 
 if __name__ == "__main__":

@@ -435,10 +435,12 @@ def _link_differences(nodes: Sequence[Mapping[str, Any]], given: Cluster) -> lis
     expected = {node.name: node for node in given.nodes} | {place.node_name: place.node_class for place in given.places}
     for node in nodes:
         there = expected.get(node["name"])
-        pairs = there and [("within", node["intra_gb_per_s"], there.intra_gb_per_s)]
-        if there and len(nodes) > 1:
+        if there is None:
+            continue
+        pairs = [("within", node["intra_gb_per_s"], there.intra_gb_per_s)]
+        if len(nodes) > 1:
             pairs.append(("to other nodes", node["nics"] * node["nic_gb_per_s"], there.network_gb_per_s))
-        for words, found, wanted in pairs or ():
+        for words, found, wanted in pairs:
             if abs(found / wanted - 1) > NOTABLE:
                 lines.append(f"DIFFERS: node {node['name']} {words} {found:.3g} GB/s instead of the cluster's "
                              f"{wanted:.3g} ({found / wanted - 1:+.0%})")  # fmt: skip

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexiseq.profile.rates import low_quantile
-
 SIZES = {"cpu": (4_096, 65_536, 1_048_576, 4_194_304), "cuda": (4_096, 262_144, 4_194_304, 67_108_864)}  # bytes
 MOST_PAIRS = 3  # within a node
 SAMPLE_SECONDS = 0.02
@@ -110,7 +108,7 @@ def measure_links(nodes: Sequence[str], device: torch.device, seconds: float, ti
             continue
         kind, reach, ranks = link
         share = 1.0 if kind == "p2p" else (len(ranks) - 1) / len(ranks)  # a rank's own part stays where it is
-        times = [low_quantile(samples[i * len(sizes) + j]) for j in range(len(sizes))]
+        times = [min(samples[i * len(sizes) + j]) for j in range(len(sizes))]
         found.append({"kind": kind, "reach": reach, "ranks": ranks, "bytes": [share * _whole(size, ranks, kind) for size
                                                                               in sizes], "seconds": times})  # fmt: skip
     return {"links": found}

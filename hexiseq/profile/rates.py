@@ -220,7 +220,7 @@ def _check_fits(shape: ModelShape, device: torch.device, dtype: str, free_gb: fl
 
 def _products(shape: ModelShape, device: torch.device, dtype: str) -> list[tuple[Call, Callable[[], Any]]]:
     """Forward and backward products of the model's matrices."""
-    found = []
+    found: list[tuple[Call, Callable[[], Any]]] = []
     for name, across, out, times in _matrices(shape):
         rows = _rows(device.type, name, across, out)
         make = {"device": device, "dtype": getattr(torch, dtype)}
@@ -243,7 +243,7 @@ def _attention(
     """Squares, causal and full, of several edges with the query heads of one KV head and of several."""
     ratio, scale = shape.heads // shape.kv_heads, shape.head_dim**-0.5
     counts = dict.fromkeys((ratio, ratio * max(1, shape.kv_heads // 2), shape.heads))
-    found = []
+    found: list[tuple[Call, Callable[[], Any]]] = []
     for edge, heads, mask in itertools.product(TILES[device.type], counts, (kernels.FULL, kernels.CAUSAL)):
         pairs = edge * edge if mask == kernels.FULL else edge * (edge + 1) // 2
         flops = heads * attention_flops(shape, pairs)
