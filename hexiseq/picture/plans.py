@@ -140,7 +140,8 @@ def _lanes(plan: Plan, shown: Sequence[Row], busy: Sequence[float] | None) -> li
 
 def _apart(intervals: Sequence[Interval], end: int) -> list[tuple[float, float]]:
     """Bars with a hair of white between neighbours, where there is room for it."""
-    return [(a, max(b - end / 600, a + 0.6 * (b - a))) for a, b in sorted(set(intervals)) if b > a]
+    hair = end / 600
+    return [(a, b - hair if b - a > 4 * hair else b) for a, b in sorted(set(intervals)) if b > a]
 
 
 def _draw(axes: Axes, lane: _Lane, colours: Sequence[str]) -> None:

@@ -112,8 +112,8 @@ def _bars(found: Iterable[Sequence[Any]]) -> tuple[Bar, ...]:
 
 
 def _label(row: Row) -> str:
-    rank = f"rank {row.ranks[0]}" if row.devices == 1 else f"ranks {runs(row.ranks)}"
-    more = f", {row.replicas} replicas" if row.replicas > 1 else ""
+    rank = f"rank{'s' if len(row.ranks) > 1 else ''} {runs(row.ranks)}"
+    more = f", 1 of {row.replicas} replicas" if row.replicas > 1 else ""
     return f"{rank}, {row.type} on {row.node}{more}"
 
 
