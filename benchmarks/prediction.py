@@ -107,7 +107,7 @@ SETTINGS = (
     Setting("1:.5:.5", MHA, 8192, "ring", "ring"),
     Setting("1:.25", MHA, 8192, "hexiseq", "allgather"),
     Setting("1:.5:.25", GQA, 4096, "hexiseq", "allgather"),
-    Setting("1:1:1:1", MHA, 8192, "usp", "allgather"),
+    Setting("1:1:1:1", GQA, 8192, "usp", "allgather"),
     Setting("1:1:1:1", MHA, 4096, "ulysses", "ring"),
     Setting("1:1:.5:.5:.25", GQA, 8192, "hexiseq", "ring"),
     Setting("slow 1:1", GQA, 8192, "hexiseq", "ring"),

@@ -18,21 +18,52 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from benchmarks import ranks
 from hexiseq import launch
+from hexiseq.attention.kernels import cpu
 from recipes import pretrain
 from recipes.job import load
 
-# Kinds of work by the first name that is part of an operator's, in this order.
+# Kinds of work by parts of operators' names, the first that fits; what fits none is elementwise work and copies.
 KINDS = {
-    "attention": ("flash_attention",),
-    "gemm": ("aten::mm", "aten::addmm", "aten::bmm", "linear_cross_entropy"),
-    "optimizer": ("Optimizer", "_foreach", "aten::_fused_adam"),
-    "gloo": ("gloo", "c10d"),
+    "gemm": ("aten.mm", "aten.addmm", "aten.bmm", "linear_cross_entropy"),
+    "attend": ("hexiseq.", "flash_attention"),
+    "optimizer": ("_foreach", "_fused_adam", "lerp_", "addcdiv_", "addcmul_", "aten.sqrt"),
+    "collectives": ("c10d", "fsdp"),
 }
+
+
+class Clock(TorchDispatchMode):
+    """CPU seconds of this thread in each operator; an operator that calls others is counted whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._cpu = time.thread_time()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.thread_time()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.seconds[str(func)] += time.thread_time() - start
+
+    def kinds(self, in_kernels: float) -> dict[str, float]:
+        """By kind: attention's kernels, what else `attend` does, and the thread's time outside of operators, too."""
+        seconds = {"attention": in_kernels, **dict.fromkeys(KINDS, 0.0), "elementwise": 0.0}
+        others = {}
+        for name, value in self.seconds.items():
+            kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "elementwise")
+            seconds[kind] += value
+            if kind == "elementwise":
+                others[f"  {name}"] = value
+        seconds["attend"] -= in_kernels
+        seconds["outside"] = time.thread_time() - self._cpu - sum(self.seconds.values())
+        return {**seconds, **dict(sorted(others.items(), key=lambda item: -item[1])[:20])}
 
 
 class Border:
@@ -85,14 +116,15 @@ class Probe(pl.Callback):
     """Clocks and counters at the end of every step; peak memory above what the process held before there was a model.
 
     Args:
-        profile: also split the last step's CPU time by kinds of work (`KINDS`), which slows that step.
+        profile: also split the last step's CPU time by kinds of work (`Clock`), which slows that step.
     """
 
     def __init__(self, folder: Path, border: Border, profile: bool) -> None:
         self._folder, self._border, self._profile = folder, border, profile
         self._steps: list[dict[str, Any]] = []
         self._kinds: dict[str, float] = {}
-        self._profiler: Any = None
+        self._clock: Clock | None = None
+        self._open = contextlib.ExitStack()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -106,40 +138,31 @@ class Probe(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         if self._profile and trainer.global_step == trainer.max_steps - 1:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-            self._profiler.start()
+            self._open.enter_context(ranks.kernels_timed(cpu))
+            self._clock = self._open.enter_context(Clock())
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._kinds = kinds(self._profiler)
+        if self._clock is not None:
+            self._open.close()
+            self._kinds = self._clock.kinds(sum(ranks._in_kernels))
         self._mark()
 
     def _mark(self) -> None:
         clocks = {"wall": time.perf_counter(), "cpu": time.process_time()}
-        self._steps.append({**clocks, "sent": dict(self._border.sent)})
+        peak = _status_bytes("VmHWM") - self._before
+        self._steps.append({**clocks, "peak_bytes": peak, "sent": dict(self._border.sent)})
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = [
-            {"wall": b["wall"] - a["wall"], "cpu": b["cpu"] - a["cpu"],
+            {"wall": b["wall"] - a["wall"], "cpu": b["cpu"] - a["cpu"], "peak_bytes": b["peak_bytes"],
              "sent": {kind: count - a["sent"].get(kind, 0) for kind, count in b["sent"].items()}}
             for a, b in zip(self._steps, self._steps[1:], strict=False)
         ]  # fmt: skip
-        found = {"steps": steps, "peak_bytes": _status_bytes("VmHWM") - self._before, "kinds": self._kinds}
+        # At the end of training a checkpoint has been written, too: the last step's peak is what counts.
+        found = {"steps": steps, "peak_bytes": self._steps[-1]["peak_bytes"], "kinds": self._kinds}
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
-
-
-def kinds(profiler: Any) -> dict[str, float]:
-    """CPU seconds by kind of work; what belongs to none is elementwise work, copies and the interpreter's overhead."""
-    seconds: dict[str, float] = defaultdict(float)
-    for event in profiler.key_averages():
-        found = (kind for kind, names in KINDS.items() if any(name in event.key for name in names))
-        seconds[next(found, event.key)] += event.self_cpu_time_total * 1e-6
-    named = {kind: seconds.pop(kind, 0.0) for kind in KINDS}
-    largest = dict(sorted(seconds.items(), key=lambda item: -item[1])[:25])
-    return {**named, "elementwise": sum(seconds.values()), **{f"  {name}": value for name, value in largest.items()}}
 
 
 def _status_bytes(name: str) -> int:

@@ -175,8 +175,8 @@ def _roots(mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgr
             groups = above[: above.index(Path(mount)) + 1] if Path(mount) in above else [Path(mount)]
             # A group with processes cannot pass its controllers on: one further up can.
             for g in groups:
-                controllers = g / "cgroup.controllers"
-                if controllers.exists() and "cpu" in controllers.read_text().split():
+                offered = g / "cgroup.controllers"
+                if offered.exists() and "cpu" in offered.read_text().split():
                     found.append((g, True))
     return found
 
