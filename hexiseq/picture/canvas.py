@@ -6,17 +6,15 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
-from matplotlib.path import Path as Outline
+from matplotlib.path import Path
 
 # Okabe and Ito's colours, told apart with every kind of colour vision.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#777777")
@@ -92,11 +90,6 @@ class Page:
         # Where the font is missing, one that is no wider.
         return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, Arial, sans-serif")
 
-    def png(self, path: str | Path, dpi: int = 110) -> None:
-        FigureCanvasAgg(self.figure)
-        with drawing():
-            self.figure.savefig(path, format="png", dpi=dpi)
-
 
 def drawing() -> AbstractContextManager[None]:
     """The settings that pages are made and written with."""
@@ -107,8 +100,8 @@ def bars(axes: Axes, boxes: Iterable[tuple[float, float, float, float]], colour:
     """Boxes of one colour, as one path; see `Boxes`."""
     corners = [((a, t), (b, t), (b, u), (a, u), (a, t)) for a, b, t, u in boxes if b > a]
     if corners:
-        codes = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY] * len(corners)
-        outline = Outline(np.array(corners).reshape(-1, 2), codes)
+        codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(corners)
+        outline = Path(np.array(corners).reshape(-1, 2), codes)
         axes.add_patch(PathPatch(outline, facecolor=colour, linewidth=0))
 
 

@@ -27,7 +27,7 @@ from hexiseq.plan import Interval, Plan
 EACH = 64  # ranks drawn one by one
 MOST = 32  # rows when they are not
 _SIDE, _GAP = 0.15, 0.16
-_NOTE_CHARACTERS = 200
+_NOTE_CHARACTERS = 170
 
 
 def plan_page(plan: Plan, *, model: str, busy: Sequence[float] | None, note: str) -> Page:

@@ -241,9 +241,12 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.Capture
     picture.draw(tmp_path / "nowhere", plan, cluster, work)
     (tmp_path / "step_split.json").write_text('{"ranks": [{"layer": 1}]}')
     picture.draw_measured(tmp_path)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 5
-    assert all(line.startswith("warning: ") and " was not drawn: " in line for line in lines)
+    # matplotlib, too, may have something to say, of its fonts.
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [line.split(" was not drawn: ")[0] for line in lines] == [
+        "warning: plan.svg",
+        "warning: timeline.svg",
+    ] * 2 + ["warning: timeline.svg"]
     assert picture.pictures(tmp_path) == []
 
 
