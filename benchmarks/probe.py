@@ -8,6 +8,7 @@ runs `recipes.pretrain` on a prepared run folder, as `hexiseq.launch` starts it,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import sys
 import time
@@ -101,8 +102,9 @@ class Border:
     def _all_gather_single(self, output: Any = None, source: Any = None, group: Any = None, *_: Any,
                            **options: Any) -> None:  # fmt: skip
         source = options.get("input_tensor", options.get("input", source))
-        # On the circle each rank passes on all parts but one.
-        self.sent["parameters"] += source.nbytes * (dist.get_world_size(group) - 1)
+        # On the circle each rank passes on all parts but one. Ranks' agreement before each call is in integers.
+        kind = "parameters" if source.is_floating_point() else "agreement"
+        self.sent[kind] += source.nbytes * (dist.get_world_size(group) - 1)
 
     def _reduce_scatter_single(self, output: Any = None, source: Any = None, *_: Any, **options: Any) -> None:
         output = options.get("output_tensor", options.get("output", output))
@@ -115,8 +117,10 @@ class Border:
 class Probe(pl.Callback):
     """Clocks and counters at the end of every step; peak memory above what the process held before there was a model.
 
+    The last step is for memory alone and not to be timed.
+
     Args:
-        profile: also split the last step's CPU time by kinds of work (`Clock`), which slows that step.
+        profile: also split the CPU time of the last but one by kinds of work (`Clock`), which slows it.
     """
 
     def __init__(self, folder: Path, border: Border, profile: bool) -> None:
@@ -128,8 +132,8 @@ class Probe(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
         self._before = _status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,7 +141,10 @@ class Probe(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
-        if self._profile and trainer.global_step == trainer.max_steps - 1:
+        if trainer.global_step == trainer.max_steps - 1:
+            _return_memory()
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+        if self._profile and trainer.global_step == trainer.max_steps - 2:
             self._open.enter_context(ranks.kernels_timed(cpu))
             self._clock = self._open.enter_context(Clock())
 
@@ -145,7 +152,7 @@ class Probe(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._clock is not None:
             self._open.close()
-            self._kinds = self._clock.kinds(sum(ranks._in_kernels))
+            self._kinds, self._clock = self._clock.kinds(sum(ranks._in_kernels)), None
         self._mark()
 
     def _mark(self) -> None:
@@ -160,9 +167,21 @@ class Probe(pl.Callback):
              "sent": {kind: count - a["sent"].get(kind, 0) for kind, count in b["sent"].items()}}
             for a, b in zip(self._steps, self._steps[1:], strict=False)
         ]  # fmt: skip
-        # At the end of training a checkpoint has been written, too: the last step's peak is what counts.
+        # By now a checkpoint has been written, too: the last step's peak is what counts.
         found = {"steps": steps, "peak_bytes": self._steps[-1]["peak_bytes"], "kinds": self._kinds}
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
+
+
+def _return_memory() -> None:
+    """Give what is free back to the system, and from now on every large block as soon as it is free.
+
+    glibc keeps blocks below a threshold that grows to 32 MB: the resident set creeps to twice what is in use. Fresh
+    pages cost time, so no step is timed like this.
+    """
+    map_threshold, least_bytes = -3, 262_144
+    libc = ctypes.CDLL(None)
+    libc.mallopt(map_threshold, least_bytes)
+    libc.malloc_trim(0)
 
 
 def _status_bytes(name: str) -> int:
