@@ -228,7 +228,7 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 # What calibration may change. Factors of the cost model's own figures, then terms it lacks, by their seconds on a whole
 # core: elementwise work of a token in a layer and all passes, moving a GB into or out of a socket, a step.
 FACTORS = ("gemm", "attention", "launch", "wires")
-TERMS = {"element_us": 60.0, "transfer_seconds_per_gb": 0.5, "step_ms": 50.0}
+TERMS = {"element_us": 60.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 
 
 @dataclass(frozen=True)
@@ -451,6 +451,9 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clock: str, path: Path) -> None:
             axis.scatter(*chosen.T, s=34, color=colour, marker=marker, label=label, zorder=3)
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
         axis.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_formatter("{x:g}")
+            ticks.set_minor_formatter("{x:g}")
         axis.set_aspect("equal")
     axes[0].legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=150)

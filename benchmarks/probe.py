@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -102,8 +103,8 @@ class Border:
     def _all_gather_single(self, output: Any = None, source: Any = None, group: Any = None, *_: Any,
                            **options: Any) -> None:  # fmt: skip
         source = options.get("input_tensor", options.get("input", source))
-        # On the circle each rank passes on all parts but one. Ranks' agreement before each call is in integers.
-        kind = "parameters" if source.is_floating_point() else "agreement"
+        # On the circle each rank passes on all parts but one. Ranks' agreement before each call is in float64.
+        kind = "parameters" if source.dtype == torch.float32 else "agreement"
         self.sent[kind] += source.nbytes * (dist.get_world_size(group) - 1)
 
     def _reduce_scatter_single(self, output: Any = None, source: Any = None, *_: Any, **options: Any) -> None:
