@@ -25,9 +25,20 @@ def check(config: dict[str, Any], run_dir: Path) -> None:
     """Refuse what could not be logged.
 
     Raises:
-        ValueError: the run folder cannot be written to; a setting of ``logger`` that is no such thing; W&B wanted and
-            not installed; a run to resume that there is no trace of.
+        ValueError: the run folder cannot be written to; a setting of ``logger``, or of ``trainer`` for lines, splits or
+            traces, is no such thing; W&B is wanted and not installed; there is no trace of the run to resume.
     """
+    for name in ("print_every", "split_every"):
+        value = config["trainer"][name]
+        if value is not None and not _whole(value):
+            raise ValueError(f"trainer.{name} must be an integer of at least 1, or null for none; got {value!r}")
+    traced = config["trainer"]["trace_steps"]
+    if traced is not None and not (
+        isinstance(traced, list) and len(traced) == 2 and all(map(_whole, traced)) and traced[0] < traced[1]
+    ):
+        raise ValueError(
+            f"trainer.trace_steps must be two ascending steps from 1 on, [first, last), or null; got {traced!r}"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
@@ -50,6 +61,10 @@ def check(config: dict[str, Any], run_dir: Path) -> None:
         import wandb  # noqa: F401
     except ImportError:
         raise ValueError("logger=wandb needs wandb: pip install 'hexiseq[wandb]', or leave logger at csv") from None
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def loggers(job: Job) -> list[Logger]:

@@ -55,30 +55,30 @@ def run(job: Job) -> None:
     terminal = sys.stdout.isatty() and launch.rank() == 0
     watchers = callbacks(job, terminal)
     chosen = loggers(job)
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())),
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-        strategy=strategy,
-        plugins=[Launched()],
-        logger=chosen,
-        callbacks=watchers,
-        max_epochs=-1,
-        inference_mode=False,  # validation without gradients, but with tensors that training can go on using
-        max_steps=trainer_config["max_steps"],
-        accumulate_grad_batches=trainer_config["accumulation"],
-        gradient_clip_val=trainer_config["gradient_clip"],
-        **validation(job),
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=terminal,
-        log_every_n_steps=1,
-        default_root_dir=job.run_dir,
-    )
     failed = True
     try:
+        trainer = pl.Trainer(
+            accelerator=accelerator,
+            devices=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())),
+            num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+            strategy=strategy,
+            plugins=[Launched()],
+            logger=chosen,
+            callbacks=watchers,
+            max_epochs=-1,
+            inference_mode=False,  # validation without gradients, but with tensors that training can go on using
+            max_steps=trainer_config["max_steps"],
+            accumulate_grad_batches=trainer_config["accumulation"],
+            gradient_clip_val=trainer_config["gradient_clip"],
+            **validation(job),
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=terminal,
+            log_every_n_steps=1,
+            default_root_dir=job.run_dir,
+        )
         trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"], weights_only=True)
         if trainer.is_global_zero:
             # Ranks may have been renamed to where the launcher put them.
@@ -116,32 +116,32 @@ def validation(job: Job) -> dict[str, Any]:
 
 
 def callbacks(job: Job, terminal: bool) -> list[pl.Callback]:
-    """What the run shows, logs and keeps. Raises ValueError for a setting out of range."""
+    """What the run shows, logs and keeps."""
     config = job.config["trainer"]
     traced = config["trace_steps"]
     chosen: list[pl.Callback] = [
         Throughput(
             ModelShape.from_hf_config(job.config["model"]["config"], job.config["model"]["name"]),
             peaks(job),
-            print_every=0 if terminal else whole("print_every", config["print_every"]) or 0,
-            split_every=whole("split_every", config["split_every"]),
+            print_every=0 if terminal else config["print_every"] or 0,
+            split_every=config["split_every"],
             folder=job.run_dir,
         ),
         Checkpoints(job.run_dir / "checkpoints", config["checkpoint_every"]),
     ]
     if traced is not None:
-        if not isinstance(traced, list) or len(traced) != 2 or not all(isinstance(step, int) for step in traced):
-            raise ValueError(f"trainer.trace_steps must be two steps, [first, last), or null; got {traced!r}")
         chosen.append(Traces(job.run_dir / "traces", (traced[0], traced[1])))
     if terminal:
-        chosen.append(RichProgressBar())
+        chosen.append(Bar())
     return chosen
 
 
-def whole(name: str, value: Any) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"trainer.{name} must be an integer of at least 1, or null for none; got {value!r}")
-    return value
+class Bar(RichProgressBar):
+    """Lightning's bar, for training that has steps and no epochs."""
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "step"
 
 
 def peaks(job: Job) -> dict[str, float]:

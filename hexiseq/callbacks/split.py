@@ -75,12 +75,17 @@ class StepSampler:
     def backward_done(self) -> None:
         CLOCK.end()  # the last reduction
 
-    def finish(self) -> tuple[dict[str, float], dict[str, LayerSpans]]:
-        """Collective. Seconds by kind, compute left out: it is the rest; and the middle layer's spans."""
-        self._meet(anywhere=True)
+    def abandon(self) -> None:
+        """Stop, and leave no hook behind."""
+        CLOCK.timing = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def finish(self) -> tuple[dict[str, float], dict[str, LayerSpans]]:
+        """Collective. Seconds by kind, compute left out: it is the rest; and the middle layer's spans."""
+        self._meet(anywhere=True)
+        self.abandon()
         spans = CLOCK.stop()
         seconds: dict[str, float] = defaultdict(float)
         for span in spans:
@@ -150,11 +155,12 @@ class StepSampler:
             # FSDP2 queues its last reduction in a hook that runs after this one.
             Variable._execution_engine.queue_callback(lambda: self._begin(REDUCE))
 
+        apart = torch.compiler.disable  # of a compiled layer
         self._handles += [
-            module.register_forward_pre_hook(before_forward, prepend=True),
-            module.register_forward_pre_hook(gathered, with_kwargs=True),
-            module.register_forward_hook(after_forward, prepend=True),
-            module.register_forward_hook(left),
+            module.register_forward_pre_hook(apart(before_forward), prepend=True),
+            module.register_forward_pre_hook(apart(gathered), with_kwargs=True),
+            module.register_forward_hook(apart(after_forward), prepend=True),
+            module.register_forward_hook(apart(left)),
         ]
 
     def _begin(self, name: str) -> None:

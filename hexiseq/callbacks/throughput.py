@@ -33,7 +33,7 @@ _APART = ("save_checkpoint", "[Callback]Traces.on_train_batch_end")
 class Throughput(pl.Callback):
     """Logs what `HexiSeqStrategy` counted exactly over all ranks, and wall time between optimizer steps.
 
-    What a step's time leaves out: validation, checkpoints, writing traces.
+    What a step's time leaves out: validation, checkpoints, writing traces. At the end it prints the means.
 
     Args:
         model: its shape, for FLOPs; None: no MFU.
@@ -179,7 +179,16 @@ class Throughput(pl.Callback):
             print(self._summary(_hexiseq(trainer).plan), flush=True)
 
     @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        if self._sampler is not None:
+            self._sampler.abandon()
         if self._watch is not None:
             trainer.profiler = self._watch.inner  # type: ignore[attr-defined]
         self._watch = self._sampler = None
@@ -261,7 +270,8 @@ class Throughput(pl.Callback):
         if self._balances:
             parts.append(f"balance {_mean(self._balances):.2f}")
         memory = ", ".join(f"{kind} {gb:.2f} GB" for kind, gb in self._peak_gb.items())
-        return f"mean of {steps} steps after the first: {', '.join(parts)}; peak memory: {memory}"
+        first = self._first_step + 2
+        return f"steps {first} to {first + steps - 1}: {', '.join(parts)}; peak memory: {memory}"
 
 
 def mfu(types: Sequence[str], flops: Sequence[float], peaks: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import training_cases
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from training_cases import CONFIG, OPTIMIZER, Batches, Recorded, exact_norms, trainer
+from training_cases import CONFIG, OPTIMIZER, Batches, Compiled, Recorded, exact_norms, trainer
 
 from hexiseq.attention.clock import CLOCK
 from hexiseq.callbacks import Checkpoints, Throughput, Traces, throughput
@@ -49,8 +49,8 @@ def seen(job: L.Trainer) -> list[dict[str, float]]:
 def logged(plan: Plan, steps: int, folder: str, split_every: int | None, **settings: Any) -> dict[str, Any]:
     """Train, and return the steps' metrics, losses, valid tokens, and how often the operator and the clock ran."""
     exact_norms(plan.dtype)
-    module = Recorded(CONFIG, OPTIMIZER, seed=7)
-    packing = settings.pop("packing", None)
+    compiled, packing = settings.pop("compiled", False), settings.pop("packing", None)
+    module = (Compiled if compiled else Recorded)(CONFIG, OPTIMIZER, seed=7)
     watcher = Throughput(MODEL, PEAKS, print_every=0, split_every=split_every, folder=Path(folder))
     job = trainer(
         on(plan), max_steps=steps, gradient_clip_val=1.0, callbacks=[watcher], default_root_dir=folder,

@@ -114,6 +114,18 @@ def check_split(plan: Plan, table: dict, row: dict, exchange: str, recompute: st
     assert row["compute_seconds_slow"] == pytest.approx(mean)
 
 
+@pytest.mark.slow
+def test_compiled_layers_are_sampled_too(pools, tmp_path):
+    plan = mixed(make_plan(UNEVEN, recompute="none"))
+    plain = run(pools, plan, 4, str(tmp_path / "plain"), None, compiled=True)
+    sampled = run(pools, plan, 4, str(tmp_path / "split"), 1, compiled=True)
+    for one, other in zip(plain, sampled, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["hooks"] == other["hooks"]
+    table = json.loads((tmp_path / "split" / "step_split.json").read_text())
+    check_split(plan, table, sampled[0]["metrics"][-1], "ring", "none")
+
+
 def test_flops_of_packed_documents_are_fewer(pools, tmp_path):
     plan = mixed(make_plan(PACKED))
     rows = run(pools, plan, 2, str(tmp_path), None, packing="documents")[0]["metrics"]

@@ -21,7 +21,7 @@ from hexiseq.plan import Plan, Prediction, RankDevice, make_replica
 from hexiseq.strategy import StepStats
 from hexiseq.testing import draw_mask, draw_plan
 from hexiseq.workload import ModelShape, Workload, model_flops
-from recipes import loggers, pretrain
+from recipes import loggers
 
 # The worked example of docs/metrics.md.
 MODEL = ModelShape("example", layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocab=32)
@@ -195,8 +195,6 @@ def test_gaps_between_spans_are_computing() -> None:
         (lambda: Throughput(print_every=1, split_every=0), "split_every must be at least 1, or null for never; got 0"),
         (lambda: Traces(Path(), (3, 3)), r"two ascending steps from 1 on, \[first, last\), got \(3, 3\)"),
         (lambda: Traces(Path(), (0, 3)), r"from 1 on, .* got \(0, 3\)"),
-        (lambda: pretrain.whole("print_every", 0), "trainer.print_every must be an integer of at least 1, .* got 0"),
-        (lambda: pretrain.whole("split_every", 1.5), "trainer.split_every must be an integer of at least 1, .* 1.5"),
     ],
 )
 def test_settings_are_checked(made: Any, message: str) -> None:
@@ -204,17 +202,27 @@ def test_settings_are_checked(made: Any, message: str) -> None:
         made()
 
 
+TRAINER = {"print_every": 1, "split_every": None, "trace_steps": [3, 4]}
 WANDB = {"name": "wandb", "project": "hexiseq", "mode": "online", "resume": False, "init_timeout_seconds": 1}
 
 
 def job(folder: Path, **logger: Any) -> Any:
-    return SimpleNamespace(config={"logger": {**WANDB, **logger}, "ckpt_path": None}, run_dir=folder, plan=PLAN)
+    config = {"logger": {**WANDB, **logger}, "trainer": TRAINER, "ckpt_path": None}
+    return SimpleNamespace(config=config, run_dir=folder, plan=PLAN)
 
 
 def test_what_cannot_be_logged_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"run folder .*file/run cannot be written to: .*; choose another with hydra"):
-        loggers.check({"logger": {"name": "csv"}}, tmp_path / "file" / "run")
+        loggers.check(job(tmp_path, name="csv").config, tmp_path / "file" / "run")
+    for change, message in (
+        ({"print_every": 0}, "trainer.print_every must be an integer of at least 1, or null for none; got 0"),
+        ({"split_every": 1.5}, "trainer.split_every must be an integer of at least 1, or null for none; got 1.5"),
+        ({"trace_steps": [3]}, r"trainer.trace_steps must be two ascending steps from 1 on, .* got \[3\]"),
+        ({"trace_steps": [3, 3]}, r"trainer.trace_steps must be two ascending steps from 1 on, .* got \[3, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loggers.check({**job(tmp_path).config, "trainer": {**TRAINER, **change}}, tmp_path)
     for change, message in (
         ({"mode": "dance"}, "logger.mode 'dance' is not one of online, offline"),
         ({"init_timeout_seconds": 0}, "logger.init_timeout_seconds must be a positive number, got 0"),
