@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", help="rows with these numbers of GPUs only")
     parser.add_argument("--nics", type=int, default=8, help="of 25 GB/s, per node (%(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="calls of each row (%(default)s)")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="wall seconds of a call (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="processor seconds of a call (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers there")
     options = parser.parse_args(arguments)
     rows = [row for row in ROWS if not options.gpus or row[0] in options.gpus]

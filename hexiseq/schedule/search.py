@@ -45,7 +45,8 @@ class Options:
     Attributes:
         slot: ring transfer unit in tokens, or None.
         exchange: one of `EXCHANGES`, or None.
-        deadline: of `time.perf_counter`, by which the search ends with what it has.
+        deadline: of this thread's processor time, by which the search ends with what it has: others who keep the
+            machine busy do not change the plan.
     """
 
     slot: int | None
@@ -54,7 +55,7 @@ class Options:
 
     def late(self, found: bool = True) -> bool:
         """Whether the time is up; without anything found there is some more."""
-        return time.perf_counter() > self.deadline + (0.0 if found else GRACE_SECONDS)
+        return time.thread_time() > self.deadline + (0.0 if found else GRACE_SECONDS)
 
 
 class Search:

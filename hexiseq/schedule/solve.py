@@ -64,8 +64,8 @@ def solve(
         slot: ring transfer unit in tokens; chosen when None.
         exchange: how KV crosses groups, one of `EXCHANGES`; None or ``auto``: of every plan considered in the end,
             rivals included, whichever is predicted to be faster and fits; a manual plan keeps its own.
-        time_limit_seconds: of wall time, after which ``hexiseq`` takes the best plan it has. Within it the same inputs
-            give the same plan, bit for bit.
+        time_limit_seconds: of processor time, after which ``hexiseq`` takes the best plan it has. Within it the same
+            inputs give the same plan, bit for bit.
 
     Returns:
         The plan with `predicted`, `bound`, `gap`, `solve_seconds` and `rivals`. Where the workload has several
@@ -96,7 +96,7 @@ def solve(
             or not 0 < time_limit_seconds < math.inf):  # fmt: skip
         raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")
     _check_dtype(cluster, workload)
-    options = Options(slot, exchange, start + time_limit_seconds)
+    options = Options(slot, exchange, time.thread_time() + time_limit_seconds)
     found: dict[str, Draft | ValueError] = {}
     if rivals or policy != "manual":
         found = even_policies(cluster, workload, options)
@@ -475,7 +475,7 @@ def _explain(
 def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:
     """Largest length of a fixed grid, a hundredth fine, that fits; 0 when none does."""
     slot = options.slot
-    options = dataclasses.replace(options, deadline=time.perf_counter() + EXPLAIN_SECONDS)
+    options = dataclasses.replace(options, deadline=time.thread_time() + EXPLAIN_SECONDS)
     parts: list[Sequence[Place]] = [cluster.places]
     if policy == "hexiseq" and drop_devices:
         parts += _subsets(cluster)
