@@ -27,7 +27,7 @@ class Device:
     Attributes:
         type: name in the catalogue, such as ``h100_sxm``.
         vendor: one of `VENDORS`.
-        names: what the driver calls it (substrings), to recognise it at run time.
+        names: what the driver calls it, in whole words, to recognise it at run time.
         peak_tflops: dense datasheet peak in 16-bit (for MFU only).
         gemm_tflops: achieved matrix multiplication.
         attention_forward_tflops, attention_backward_tflops: achieved by `kernel`, causal, long sequences.

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hexiseq import testbed
-from hexiseq import picture
+from hexiseq import picture, testbed
 from hexiseq.cluster import Cluster, Place, device_from_config
 from hexiseq.cost import match_places, predict
 from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, table
@@ -117,6 +116,8 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         recompute = manual.recompute if recompute == "auto" else recompute
         keep = False if keep == "auto" else keep
     open_modes = modes(workload, None if recompute == "auto" else recompute, None if keep == "auto" else keep)
+    # Ranks started here sit on the GPUs in their order, so that none that was detected can be left out.
+    seated = ranks is not None or (not config.get("cluster") and any(d.vendor != "cpu" for d in cluster.devices))
     plan, workload = solve_modes(
         cluster,
         open_modes,
@@ -124,7 +125,7 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         manual=manual,
         slot=strategy["slot"],
         exchange=strategy["exchange"],
-        drop_devices=strategy["drop_devices"] and ranks is None,
+        drop_devices=strategy["drop_devices"] and not seated,
         time_limit_seconds=strategy["time_limit_seconds"],
     )
     return cluster, workload, plan

@@ -239,7 +239,8 @@ def test_rehearsal_keeps_the_real_plans_cuts(call) -> None:
 def test_without_a_cluster_the_machine_is_measured(call) -> None:
     answer = call(*FEW_STEPS)
     assert answer.code == 0, answer.err
-    assert {device.type for device in Plan.load(answer.run_dir / "plan.json").devices} == {"cpu"}
+    # Cores that truly differ are types of their own.
+    assert all(device.type.startswith("cpu") for device in Plan.load(answer.run_dir / "plan.json").devices)
     assert rows(answer.run_dir / "metrics.csv")
 
 
