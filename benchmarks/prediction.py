@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.probe import MEMORY_STEP
 from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, device_from_config
 from hexiseq.cost import match_places, predict, replica_cost
@@ -42,7 +43,8 @@ from hexiseq.workload import Workload
 from recipes import job as jobs
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = 5  # the first allocates and the last measures memory: neither is timed
+STEPS = 6
+UNTIMED = MEMORY_STEP + 2  # the first steps: to allocate, to measure memory, to settle after it
 LIMIT_SECONDS = 420.0  # of one setting
 LINK_GB_PER_S = 0.02  # of a slow one
 # tiny_llama widened until matrix products and attention are most of a step.
@@ -298,12 +300,12 @@ def _share(kind: str) -> float:
 
 
 def measured_seconds(record: Mapping[str, Any]) -> float:
-    return statistics.median(record["step_seconds"][1:-1])
+    return statistics.median(record["step_seconds"][UNTIMED:])
 
 
 def measured_cpu(record: Mapping[str, Any]) -> np.ndarray:
     """CPU seconds of a step by rank."""
-    return np.array([statistics.median(step["cpu"] for step in rank["steps"][1:-1]) for rank in record["ranks"]])
+    return np.array([statistics.median(step["cpu"] for step in rank["steps"][UNTIMED:]) for rank in record["ranks"]])
 
 
 def measured_bytes(record: Mapping[str, Any], kind: str) -> np.ndarray:

@@ -30,6 +30,7 @@ from hexiseq.attention.kernels import cpu
 from recipes import pretrain
 from recipes.job import load
 
+MEMORY_STEP = 1  # the first allocates what stays
 # Kinds of work by parts of operators' names, the first that fits; what fits none is elementwise work and copies.
 KINDS = {
     "gemm": ("aten.mm", "aten.addmm", "aten.bmm", "linear_cross_entropy"),
@@ -118,10 +119,10 @@ class Border:
 class Probe(pl.Callback):
     """Clocks and counters at the end of every step; peak memory above what the process held before there was a model.
 
-    The last step is for memory alone and not to be timed.
+    Steps up to `MEMORY_STEP`, and the one after it, are not to be timed.
 
     Args:
-        profile: also split the CPU time of the last but one by kinds of work (`Clock`), which slows it.
+        profile: also split the last step's CPU time by kinds of work (`Clock`), which slows that step.
     """
 
     def __init__(self, folder: Path, border: Border, profile: bool) -> None:
@@ -133,6 +134,7 @@ class Probe(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        _map_blocks_from(262_144)
         ctypes.CDLL(None).malloc_trim(0)
         self._before = _status_bytes("VmRSS")
 
@@ -142,10 +144,11 @@ class Probe(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
-        if trainer.global_step == trainer.max_steps - 1:
-            _return_memory()
+        if trainer.global_step == MEMORY_STEP:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-        if self._profile and trainer.global_step == trainer.max_steps - 2:
+        if trainer.global_step == MEMORY_STEP + 1:
+            _map_blocks_from(33_554_432)  # where it would be by now
+        if self._profile and trainer.global_step == trainer.max_steps - 1:
             self._open.enter_context(ranks.kernels_timed(cpu))
             self._clock = self._open.enter_context(Clock())
 
@@ -168,21 +171,20 @@ class Probe(pl.Callback):
              "sent": {kind: count - a["sent"].get(kind, 0) for kind, count in b["sent"].items()}}
             for a, b in zip(self._steps, self._steps[1:], strict=False)
         ]  # fmt: skip
-        # By now a checkpoint has been written, too: the last step's peak is what counts.
-        found = {"steps": steps, "peak_bytes": self._steps[-1]["peak_bytes"], "kinds": self._kinds}
+        found = {"steps": steps, "peak_bytes": steps[MEMORY_STEP]["peak_bytes"], "kinds": self._kinds}
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
 
 
-def _return_memory() -> None:
-    """Give what is free back to the system, and from now on every large block as soon as it is free.
+def _map_blocks_from(size: int) -> None:
+    """Let glibc map and unmap blocks from so many bytes on, and keep smaller ones when they are free.
 
-    glibc keeps blocks below a threshold that grows to 32 MB: the resident set creeps to twice what is in use. Fresh
-    pages cost time, so no step is timed like this.
+    By default the size grows to 32 MB, and kept blocks let the resident set creep to twice what is in use. Mapped
+    ones show what is, but fresh pages cost time.
     """
-    map_threshold, least_bytes = -3, 262_144
+    trim_threshold, map_threshold = -1, -3
     libc = ctypes.CDLL(None)
-    libc.mallopt(map_threshold, least_bytes)
-    libc.malloc_trim(0)
+    libc.mallopt(map_threshold, size)
+    libc.mallopt(trim_threshold, 2 * size)
 
 
 def _status_bytes(name: str) -> int:

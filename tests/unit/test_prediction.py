@@ -40,11 +40,11 @@ def record(name: str, truth: dict[str, float]) -> dict:
     made = {"config": config, "plan": solve_config(config)[2].to_dict(), "calibrates": setting.calibrates}
     said = forecast(made, truth)
     steps = [
-        [{"cpu": cpu, "wall": 0.0, "sent": {"attention": sent}}] * 3
+        [{"cpu": cpu, "wall": 0.0, "sent": {"attention": sent}}] * prediction.STEPS
         for cpu, sent in zip(said.cpu_seconds, said.attention_bytes, strict=True)
     ]
     ranks = [{"steps": s, "peak_bytes": m} for s, m in zip(steps, said.memory_bytes.tolist(), strict=True)]
-    return {**made, "step_seconds": [said.step_seconds] * 3, "ranks": ranks}
+    return {**made, "step_seconds": [said.step_seconds] * prediction.STEPS, "ranks": ranks}
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu"])
