@@ -13,7 +13,9 @@ import csv
 import importlib
 import os
 import sys
+import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,22 @@ def sweep_report(sweep_dir: Path) -> None:
         print(f"warning: no report was written: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
+def make_folder(arguments: Sequence[str], key: str) -> None:
+    """Make the folder that Hydra would else fail to make with a traceback. Raises ValueError where it cannot be."""
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
+    if "--help" in arguments or "-h" in arguments or (named and "${" in named[-1]):
+        return
+    folder = Path(named[-1].strip("'\"")) if named else Path("multirun" if "sweep" in key else "outputs")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder} for runs cannot be written to: {error.strerror}; choose another with {key}=FOLDER"
+        ) from None
+
+
 def start() -> int:
     multirun = any(argument in ("-m", "--multirun") for argument in sys.argv[1:])
     if launch.joined():
@@ -164,6 +182,11 @@ def start() -> int:
                 # Rank 0 prints it.
                 return launch.USER_ERROR_CODE
             return 0
+    try:
+        make_folder(sys.argv[1:], "hydra.sweep.dir" if multirun else "hydra.run.dir")
+    except ValueError as error:
+        report(error)
+        return launch.USER_ERROR_CODE
     main()
     for sweep_dir in sweeps:
         sweep_report(sweep_dir)

@@ -228,9 +228,9 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 
 
 # What calibration may change. Factors of the cost model's own figures, then terms it lacks, by their seconds on a whole
-# core: elementwise work of a token in a layer and all passes, moving a GB into or out of a socket, a step.
-FACTORS = ("gemm", "attention", "launch", "wires")
-TERMS = {"element_us": 60.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
+# core: moving a GB into or out of a socket, and a step.
+FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
+TERMS = {"transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,6 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     places = match_places(plan, cluster)
     predicted = predict(plan, cluster, workload, places)
     share = np.array([_share(place.device.type) for place in places])
-    tokens = np.array([plan.shard(rank).num_tokens for rank in range(plan.world_size)], float)
     forwards, linears = passes(workload.recompute)
     busy, sent, received = (np.zeros(plan.world_size) for _ in range(3))
     layers, repeats = workload.model.layers, workload.accumulation
@@ -266,10 +265,9 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
         sent[cost.ranks] += repeats * layers * moved.sum(1)
         received[cost.ranks] += repeats * layers * moved.sum(0)
     parameters = parameter_traffic(workload, plan.world_size)
-    element = calibration.get("element_us", 0.0) * 1e-6 * repeats * layers * tokens
     transfer = calibration.get("transfer_seconds_per_gb", 0.0) * 1e-9 * (sent + received + 2 * parameters)
     step = calibration.get("step_ms", 0.0) * 1e-3
-    extra = element + transfer + step  # of a whole core
+    extra = transfer + step  # of a whole core
     cpu = (busy + optimizer_seconds(workload, Wires(cluster, places))) * share + extra
     overhead = np.array([place.device.overhead_gb for place in places])
     return Forecast(
@@ -282,9 +280,9 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
 
 
 def _scaled(config: Mapping[str, Any], calibration: Mapping[str, float]) -> dict[str, Any]:
-    gemm, attention, launch_factor, wires = (calibration.get(name, 1.0) for name in FACTORS)
+    gemm, attention, hbm, launch_factor, wires = (calibration.get(name, 1.0) for name in FACTORS)
     factors = {"gemm_tflops": gemm, "attention_forward_tflops": attention, "attention_backward_tflops": attention,
-               "launch_us": launch_factor}  # fmt: skip
+               "hbm_gb_per_s": hbm, "launch_us": launch_factor}  # fmt: skip
     cluster = json.loads(json.dumps(config["cluster"]))
     for entry in cluster["gpus"].values():
         entry |= {name: entry[name] * factor for name, factor in factors.items()}

@@ -83,8 +83,10 @@ class CausalLM(pl.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        # Reduced already, so the same on all ranks: sync_dist would take means of means.
-        self.log("validation_loss", self.hexiseq.validation_stats().loss, sync_dist=False, rank_zero_only=False)
+        # Reduced already, so the same on all ranks: sync_dist would take means of means. Lightning would give it to the
+        # loggers under the step before; `Throughput` does under the right one.
+        loss = self.hexiseq.validation_stats().loss
+        self.log("validation_loss", loss, logger=False, sync_dist=False, rank_zero_only=False)
 
     @override
     def configure_optimizers(self) -> Any:

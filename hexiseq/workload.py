@@ -222,6 +222,15 @@ def all_pairs(model: ModelShape, seq_len: int) -> int:
     return sum(kind.layers * attended_pairs(seq_len, kind.window) for kind in model.kinds)
 
 
+def elementwise_bytes(model: ModelShape, element_bytes: int) -> int:
+    """Bytes that a layer reads and writes for one token, forward, outside matrix products and attention.
+
+    Norms, rotary embedding, activation, residuals: every operator on its own, as layers run that are not compiled.
+    """
+    turned = (model.heads + model.kv_heads) * model.head_dim
+    return element_bytes * (22 * model.hidden + 12 * turned + 5 * model.intermediate)
+
+
 def head_flops(model: ModelShape) -> int:
     """FLOPs of the output head for one token, forward."""
     return 2 * model.hidden * model.vocab

@@ -187,8 +187,10 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     else:
         places = match_places(plan, cluster)
         cores = tuple(place.seat.cores for place in places)
+    from recipes.loggers import check  # which needs Lightning: only for those who train
+
     _check_training(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    check(config, run_dir)
     on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
     job = Job(
         config,

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from hexiseq import launch
+from hexiseq import launch, picture
 from recipes.job import Job
 
 MODES = ("online", "offline")
@@ -124,13 +124,14 @@ def _keep_plan(run: Any, run_dir: Path) -> None:
     run.log_artifact(artifact)
 
 
-def finish(chosen: list[Logger], failed: bool) -> None:
-    """End W&B's run, with an exit code, whatever has happened."""
+def finish(chosen: list[Logger], run_dir: Path, failed: bool) -> None:
+    """End W&B's run, with its pictures and an exit code, whatever has happened."""
     for logger in chosen:
         if isinstance(logger, WandbLogger):
             import wandb
 
             try:
+                logger.experiment.log({path.stem: wandb.Html(path.read_text()) for path in picture.pictures(run_dir)})
                 logger.experiment.finish(exit_code=int(failed))
                 wandb.teardown()  # its service writes on after that; a rank that has failed leaves at once
             except Exception:  # training's own error must not be lost

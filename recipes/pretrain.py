@@ -21,7 +21,7 @@ from hexiseq.callbacks import Checkpoints, Throughput, Traces
 from hexiseq.module import CausalLM
 from hexiseq.workload import ModelShape
 from recipes.job import Job, data_module, load
-from recipes.loggers import check, finish, loggers
+from recipes.loggers import finish, loggers
 
 
 class Launched(TorchElasticEnvironment):
@@ -36,7 +36,6 @@ def run(job: Job) -> None:
     """Train. Called on every rank, with the launcher's environment set."""
     quiet()
     config, trainer_config = job.config, job.config["trainer"]
-    check(config, job.run_dir)
     accelerator = "cuda" if job.on_gpus else "cpu"
     if job.assigned:
         launch.settle(job.plan, job.cores, job.berths)
@@ -86,7 +85,7 @@ def run(job: Job) -> None:
             picture.draw_measured(job.run_dir)
         failed = False
     finally:
-        finish(chosen, failed)
+        finish(chosen, job.run_dir, failed)
     dist.destroy_process_group()
 
 

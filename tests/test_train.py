@@ -70,6 +70,11 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
             2,
             ["'a100'", "nic_gb_per_s must be a positive number", "got -25"],
         ),
+        (
+            (*H100_A100, "hydra.run.dir=/proc/nowhere/run"),
+            2,
+            ["for runs cannot be written to", "hydra.run.dir=FOLDER"],
+        ),
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
         ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
         ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),

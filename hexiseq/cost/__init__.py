@@ -29,6 +29,7 @@ from hexiseq.cost.step import (
     passes,
     predict,
     replica_cost,
+    token_seconds,
 )
 from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, parameter_traffic
 
@@ -62,5 +63,6 @@ __all__ = [
     "replica_cost",
     "token_bytes",
     "token_capacity",
+    "token_seconds",
     "with_prediction",
 ]

@@ -12,10 +12,10 @@ import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.memory import token_capacity
-from hexiseq.cost.step import BACKWARD_ATTENTION, BACKWARD_LINEAR, passes, predict
+from hexiseq.cost.step import BACKWARD_ATTENTION, passes, predict, token_seconds
 from hexiseq.cost.traffic import GB, parameter_traffic
 from hexiseq.plan import Bound, Plan
-from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
+from hexiseq.workload import Workload, all_pairs, attention_flops
 
 
 def lower_bound(cluster: Cluster, workload: Workload) -> float:
@@ -28,7 +28,7 @@ def lower_bound(cluster: Cluster, workload: Workload) -> float:
     devices = [place.device for place in cluster.places]
     everything = devices_bound(devices, workload)
     if math.isinf(everything):
-        return float(_spread(_rates(devices), workload))  # nothing fits; compute alone is still true
+        return float(_spread(_rates(devices, workload), workload))  # nothing fits; compute alone is still true
     nodes: dict[int, list[Place]] = {}
     for place in cluster.places:
         nodes.setdefault(place.node, []).append(place)
@@ -39,11 +39,11 @@ def lower_bound(cluster: Cluster, workload: Workload) -> float:
     least = min(devices_bound([device], workload) for device in cluster.devices)
     for alike in kinds.values():
         inside = [place.device for place in alike[0]]
-        least = min(least, _least(_all_rates(inside), workload, alike[0][0].node_class.intra_gb_per_s))
+        least = min(least, _least(_all_rates(inside, workload), workload, alike[0][0].node_class.intra_gb_per_s))
     if len(nodes) > 1:
         wires = {rate for alike in kinds.values() for rate in _wires(alike[0])}
         for slowest in sorted(wires):
-            rates = np.concatenate([_reached(alike, slowest) for alike in kinds.values()], axis=1)
+            rates = np.concatenate([_reached(alike, slowest, workload) for alike in kinds.values()], axis=1)
             if rates.shape[1] > 1:
                 least = min(least, _least(rates, workload, slowest))
     return max(everything, least)
@@ -55,13 +55,13 @@ def _wires(node: Sequence[Place]) -> tuple[float, float]:
     return min(node_class.intra_gb_per_s, node_class.network_gb_per_s), node_class.network_gb_per_s
 
 
-def _reached(alike: Sequence[Sequence[Place]], slowest: float) -> np.ndarray:
+def _reached(alike: Sequence[Sequence[Place]], slowest: float, workload: Workload) -> np.ndarray:
     """Rates of the devices on these nodes that no wire slower than that leads to: ``[kinds of work, devices]``.
 
     Where ports are slower there is one device a node, the best for every kind of work.
     """
     several, alone = _wires(alike[0])
-    rates = _all_rates([place.device for place in alike[0]])
+    rates = _all_rates([place.device for place in alike[0]], workload)
     if several < slowest:
         rates = rates.max(axis=1, keepdims=True) if alone >= slowest else rates[:, :0]
     return np.tile(rates, len(alike))
@@ -85,13 +85,12 @@ def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
     slowest rank, and ``max(work_r / rate_r) >= sum(work) / sum(rate)``; leaving devices out only lowers the rates. Over
     several replicas it holds because throughput, a harmonic mean of rates, is superadditive.
     """
-    spread = _spread(_rates(devices), workload)
+    spread = _spread(_rates(devices, workload), workload)
     if workload.sequences > 1:
         return spread
-    per_token = _linear_flops_per_token(workload)
     kinds = _counted(devices)
     capacity = [token_capacity(device, workload, len(devices)) for device, _ in kinds]
-    seconds = [per_token / (device.gemm_tflops * 1e12) for device, _ in kinds]
+    seconds = [token_seconds(device, workload) for device, _ in kinds]
     counts = [count for _, count in kinds]
     freely = workload.seq_len / sum(count / s for count, s in zip(counts, seconds, strict=True))
     level = _level(workload.seq_len, seconds, capacity, counts)
@@ -100,7 +99,7 @@ def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
 
 def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
     """Seconds of all compute spread over these devices in fractions, whatever their memory."""
-    return _spread(_rates(devices), workload)
+    return _spread(_rates(devices, workload), workload)
 
 
 def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
@@ -110,34 +109,27 @@ def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
     return [(distinct[key], count) for key, count in counts.items()]
 
 
-RATES = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+def _all_rates(devices: Sequence[Device], workload: Workload) -> np.ndarray:
+    """Tokens a second, attention aside, and FLOP/s of attention forward and backward: ``[kinds of work, devices]``."""
+    return np.array([
+        [1 / token_seconds(d, workload), d.attention_forward_tflops * 1e12, d.attention_backward_tflops * 1e12]
+        for d in devices
+    ]).T  # fmt: skip
 
 
-def _all_rates(devices: Sequence[Device]) -> np.ndarray:
-    """Rates in FLOP/s, ``[kinds of work, devices]``."""
-    return np.array([[getattr(device, name) * 1e12 for device in devices] for name in RATES])
-
-
-def _rates(devices: Sequence[Device]) -> list[float]:
-    """Summed rates in FLOP/s."""
+def _rates(devices: Sequence[Device], workload: Workload) -> np.ndarray:
+    """The same of all devices together."""
     kinds = _counted(devices)
-    return [sum(count * getattr(device, name) * 1e12 for device, count in kinds) for name in RATES]
-
-
-def _linear_flops_per_token(workload: Workload) -> float:
-    model = workload.model
-    linears = passes(workload.recompute)[1]
-    return model.layers * linears * linear_flops(model) + (1 + BACKWARD_LINEAR) * head_flops(model)
+    return _all_rates([device for device, _ in kinds], workload) @ [count for _, count in kinds]
 
 
 def _spread(rates: Any, workload: Workload) -> Any:
-    """Seconds of all compute of a step at summed rates in FLOP/s: matrices, attention forward, attention backward."""
-    gemm, forward, backward = rates
+    """Seconds of all compute of a step at summed `_rates`."""
+    tokens, forward, backward = rates
     model, n = workload.model, workload.seq_len
     flops = model.heads * attention_flops(model, all_pairs(model, n))
     attention = flops * (passes(workload.recompute)[0] / forward + BACKWARD_ATTENTION / backward)
-    linear = _linear_flops_per_token(workload) * n / gemm
-    return workload.sequences * workload.accumulation * (attention + linear)
+    return workload.sequences * workload.accumulation * (attention + n / tokens)
 
 
 def bound(cluster: Cluster, workload: Workload) -> Bound:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hexiseq.cluster import Cluster, Place
+from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import kinds_memory_gb, state_bytes
 from hexiseq.cost.traffic import GB, Kind, Wires, exchange_bytes, held_heads, kv_bytes, parameter_traffic, replica_kinds
 from hexiseq.plan import Plan, Prediction, Replica, fragments, fusion_width, interval_array
-from hexiseq.workload import Workload, attended_pairs, attention_flops, head_flops, linear_flops
+from hexiseq.workload import Workload, attended_pairs, attention_flops, elementwise_bytes, head_flops, linear_flops
 
 BACKWARD_ATTENTION = 2.5  # backward FLOPs of attention over forward: five matrix products against two
 BACKWARD_LINEAR = 2  # gradients to the input and to the weight
@@ -27,7 +27,7 @@ class ReplicaCost:
     only, without what recomputation repeats.
 
     Attributes:
-        linear: seconds of the matrix products, forward.
+        linear: seconds of the matrix products and of elementwise work, forward.
         attention_forward, attention_backward: seconds in the attention kernels.
         merge_forward, merge_backward: seconds of merging partial results and launching kernels.
         own_forward, own_backward: the part of the two above that is the group's own causal call.
@@ -220,7 +220,7 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     kv_moved, dkv_moved = kv_bytes(plan, replica, workload)
     return ReplicaCost(
         ranks=np.array(replica.ranks),
-        linear=batch * fed * linear_flops(model) / gemm,
+        linear=batch * fed * (linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm),
         attention_forward=flops / forward_rate,
         attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
         merge_forward=merged / hbm + cuts * calls * launch,
@@ -286,6 +286,15 @@ def _own_pairs(runs: np.ndarray, window: int | None) -> np.ndarray:
         return attended_pairs(np.maximum(0, most - c), None) - attended_pairs(np.maximum(0, most - d), None)
 
     return attended_pairs(b - a, window) + attended_pairs(d - c, window) + reach(b) - reach(a)
+
+
+def token_seconds(device: Device, workload: Workload) -> float:
+    """Seconds a device spends on each of its tokens, attention aside: all layers and passes, embedding and loss."""
+    model, size = workload.model, workload.element_bytes
+    gemm, hbm = device.gemm_tflops * 1e12, device.hbm_gb_per_s * GB
+    layer = linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm
+    loss = (1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm
+    return model.layers * passes(workload.recompute)[1] * layer + loss
 
 
 def optimizer_seconds(workload: Workload, wires: Wires) -> float:

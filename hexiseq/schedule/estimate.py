@@ -16,7 +16,7 @@ from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import Kind, Wires
 from hexiseq.plan import Plan, Prediction, kv_heads
-from hexiseq.workload import Workload, all_pairs, attention_flops, head_flops, linear_flops
+from hexiseq.workload import Workload, all_pairs, attention_flops
 
 # Of one kernel call: wide ones make merging cheap, narrow ones hold less KV; below 8,192 merging costs a tenth.
 FUSED_TOKENS = (65536, 8192, 1)
@@ -43,11 +43,10 @@ class Job:
         distinct = {id(place.device): place.device for place in self.places}
         devices = [distinct[key] for key in numbers]
         model = workload.model
-        self.forwards, linears = cost.passes(workload.recompute)
-        per_token = model.layers * linears * linear_flops(model) + (1 + cost.BACKWARD_LINEAR) * head_flops(model)
+        self.forwards = cost.passes(workload.recompute)[0]
         per_pair = attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
         merged = model.layers * model.head_dim * (8 + workload.element_bytes)
-        self.linear = np.array([per_token / (d.gemm_tflops * 1e12) for d in devices])
+        self.linear = np.array([cost.token_seconds(d, workload) for d in devices])
         self.forward = np.array([per_pair / (d.attention_forward_tflops * 1e12) for d in devices])
         self.backward = np.array(
             [cost.BACKWARD_ATTENTION * per_pair / (d.attention_backward_tflops * 1e12) for d in devices]

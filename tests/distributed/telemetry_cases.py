@@ -158,6 +158,7 @@ def to_wandb(plan: Plan, folder: str, fail: bool) -> None:
     if dist.get_rank() == 0:
         plan.save(run_dir / "plan.json")
         (run_dir / "config.yaml").write_text("seed: 0\n")
+        (run_dir / "plan.svg").write_text("<svg/>")
     loggers.launch.rank, kept = dist.get_rank, loggers.launch.rank
     failed = True
     try:
@@ -170,7 +171,7 @@ def to_wandb(plan: Plan, folder: str, fail: bool) -> None:
     except ArithmeticError:
         pass
     finally:
-        loggers.finish(chosen, failed)
+        loggers.finish(chosen, run_dir, failed)
         loggers.launch.rank = kept
     assert failed == fail
 

@@ -204,7 +204,9 @@ def test_wandb_has_what_metrics_csv_has(pools, tmp_path, fail):
     assert any(r.request.HasField("log_artifact") or r.HasField("artifact") for r in records)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         by_hand = [row for row in csv.DictReader(file) if row["step_seconds"]]
-    there = [row for row in wandb_history(records) if "tokens_per_second" in row]
+    history = wandb_history(records)
+    assert sum("plan" in "".join(row) for row in history) == 1  # the picture
+    there = [row for row in history if "tokens_per_second" in row]
     assert len(there) == len(by_hand) == (2 if fail else 4)
     for one, other in zip(there, by_hand, strict=True):
         tokens = sum(cases.valid_tokens(plan, rank, 4)[int(other["step"]) - 1] for rank in range(3))

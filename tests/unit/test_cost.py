@@ -284,7 +284,8 @@ def test_a_step_by_hand(recompute, linears, forwards):
     work = dataclasses.replace(workload_for(plan, "float32", recompute, accumulation=2))
     n, layers, d, hidden = 1024, 3, 8, 64
     per_layer = 2 * (hidden * d * (2 * 4 + 2 * 2) + 3 * hidden * 96)
-    linear = max(768 * per_layer / 300e12, 256 * per_layer / 100e12)
+    elementwise = 4 * (22 * hidden + 12 * d * (4 + 2) + 5 * 96)
+    linear = max(768 * (per_layer / 300e12 + elementwise / 2e12), 256 * (per_layer / 100e12 + elementwise / 2e12))
     loss = max(
         768 * (6 * hidden * 300 / 300e12 + 16 * hidden / 2e12), 256 * (6 * hidden * 300 / 100e12 + 16 * hidden / 2e12)
     )

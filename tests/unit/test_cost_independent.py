@@ -202,6 +202,9 @@ def evaluate(plan, cluster, work):
     plain = routes(plan)
     attention_weights = model.head_dim * model.hidden * (2 * model.heads + 2 * model.kv_heads)
     matrices = attention_weights + 3 * model.hidden * model.intermediate
+    # Elements: of norms and residuals, of rotary embedding, of the activation.
+    elementwise = size * (22 * model.hidden + 12 * (model.heads + model.kv_heads) * model.head_dim
+                          + 5 * model.intermediate)  # fmt: skip
 
     def together(*lists):
         moving = Transfers(cluster, placed)
@@ -218,7 +221,8 @@ def evaluate(plan, cluster, work):
                 continue
             routed = routes(plan, Mask(window=window)) if window else plain
             linear = max(
-                batch * max(shard.num_tokens, 1) * 2 * matrices / (placed[shard.rank].device.gemm_tflops * 1e12)
+                batch * max(shard.num_tokens, 1) * (2 * matrices / (placed[shard.rank].device.gemm_tflops * 1e12)
+                                                    + elementwise / (placed[shard.rank].device.hbm_gb_per_s * 1e9))
                 for group in replica.groups for shard in group.shards
             )  # fmt: skip
             passes = {
