@@ -177,7 +177,7 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         needs = {"quota": any(r.quota for r in ranks), "namespaces": any(r.gb_per_s < 1 for r in ranks)}
         why = next((lacking[what] for what, needed in needs.items() if needed and lacking[what]), None)
         started, load = time.monotonic(), os.getloadavg()[0]
-        result = {"status": "skipped", "reason": why} if why else _in_a_process(setting, rates, profile)
+        result = {"status": "skipped", "reason": why} if why else in_a_process(setting, rates, profile)
         busy = {"load_before": load, "wall_seconds": time.monotonic() - started}
         found["settings"][setting.name] = {"key": key, "calibrates": setting.calibrates, **busy, **result}
         print(f"{setting.name}: {result['status']} {result.get('reason') or ''} in {busy['wall_seconds']:.0f} s",
@@ -187,7 +187,8 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         part.replace(path)
 
 
-def _in_a_process(setting: Setting, rates: Mapping[str, Any], profile: bool) -> dict[str, Any]:
+def in_a_process(setting: Setting, rates: Mapping[str, Any], profile: bool) -> dict[str, Any]:
+    """`run_setting` in a process of its own, under the time limit; ``status`` and, where that is not ok, ``reason``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         task = json.dumps({"setting": dataclasses.asdict(setting), "rates": dict(rates), "profile": profile})
