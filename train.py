@@ -88,7 +88,7 @@ def run(composed: DictConfig, run_dir: Path) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONPATH"] = path
         command = [sys.executable, "-m", f"recipes.{recipe}", str(run_dir)]
-        launch.start_local(command, job.plan.world_size, run_dir, job.plan)
+        launch.start_local(command, job.devices, run_dir)
 
 
 def prepared(config: dict[str, Any], run_dir: Path, ranks: int | None = None) -> Any:

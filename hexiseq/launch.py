@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hexiseq import testbed
-from hexiseq.plan import Plan
+from hexiseq.plan import RankDevice
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,13 @@ def _wait(store: Any, keys: list[str], wait: timedelta, complaint: str) -> None:
         raise ValueError(f"{complaint} within {wait.total_seconds():.0f} s; see the ranks' output") from error
 
 
-def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -> None:
+def start_local(command: Sequence[str], devices: Sequence[RankDevice], run_dir: Path) -> None:
     """Run `command` once per rank on this machine through torch's elastic agent and wait for all of them.
 
     Rank 0 keeps the terminal; every rank writes ``logs/rankN.log``. When one rank fails the others are ended.
+
+    Args:
+        devices: one a rank, to name it by.
 
     Raises:
         ValueError: a rank stopped on a user error; the same text.
@@ -127,7 +130,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=ranks,
+        nproc_per_node=len(devices),
         run_id=f"hexiseq-{os.getpid()}-{run_dir.name}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -146,7 +149,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        raise _explain(error, logs, plan) from None
+        raise _explain(error, logs, devices) from None
     except SignalException as error:
         raise Interrupted(error.sigval) from None
     finally:
@@ -158,7 +161,7 @@ def start_local(command: Sequence[str], ranks: int, run_dir: Path, plan: Plan) -
                 os.environ[name] = value
 
 
-def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
+def _explain(error: Any, logs: Path, devices: Sequence[RankDevice]) -> Exception:
     """The one cause in the agent's report: a user error, else a rank killed or hung, else the first to raise."""
     reports = {int(path.stem.removeprefix("rank")): json.loads(path.read_text()) for path in logs.glob("rank*.error")}
     for _, report in sorted(reports.items()):
@@ -166,7 +169,7 @@ def _explain(error: Any, logs: Path, plan: Plan) -> Exception:
             return ValueError(report["message"])
 
     def name(failed: int) -> str:
-        device = plan.devices[failed] if failed < plan.world_size else None
+        device = devices[failed] if failed < len(devices) else None
         return f"rank {failed}" + (f" ({device.type} on {device.node})" if device else "")
 
     codes = {failed: failure.exitcode for failed, failure in error.failures.items()}
@@ -225,7 +228,7 @@ def worker(main: Callable[[], None], run_dir: Path) -> None:
         os._exit(USER_ERROR_CODE if user else 1)
 
 
-def settle(plan: Plan, cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
+def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
     """Put this CPU rank on its device: quota, network, pinned to its cores, one thread a core; say which device it is.
 
     Args:
@@ -243,7 +246,7 @@ def settle(plan: Plan, cores: Sequence[Sequence[int]], berths: Sequence[testbed.
     elif mine:
         log.warning("rank %d: cores %s are not available here; not pinned", rank(), list(mine))
     torch.set_num_threads(max(1, len(mine)))
-    device = plan.devices[rank()]
+    device = devices[rank()]
     os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
     os.environ["HEXISEQ_NODE"] = device.node
 

@@ -450,7 +450,7 @@ def table(plan: Plan) -> str:
         memory = "-"
         if plan.predicted:
             used, limit = plan.predicted.memory_gb[shard.rank], plan.predicted.memory_limit_gb[shard.rank]
-            memory = f"{used:.1f}/{limit:.1f} GB"
+            memory = f"{used:.3g}/{limit:.3g} GB"
         rows.append([
             str(shard.rank), device.type, device.node, str(replica), str(group), f"{shard.num_tokens:,}",
             f"{shard.num_tokens / plan.seq_len:.1%}", f"{shard.heads[0]}-{shard.heads[1]} ({shard.num_heads})",

@@ -19,7 +19,7 @@ import yaml
 from hexiseq import picture, testbed
 from hexiseq.cluster import Cluster, Place, device_from_config
 from hexiseq.cost import match_places, predict
-from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, table
+from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, RankDevice, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.schedule import modes, solve_modes
 from hexiseq.workload import ModelShape, Workload
@@ -57,6 +57,10 @@ class Job:
     device_names: dict[str, tuple[str, ...]]
     assigned: bool
     on_gpus: bool
+
+    @property
+    def devices(self) -> tuple[RankDevice, ...]:
+        return self.plan.devices
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -38,7 +38,7 @@ def run(job: Job) -> None:
     config, trainer_config = job.config, job.config["trainer"]
     accelerator = "cuda" if job.on_gpus else "cpu"
     if job.assigned:
-        launch.settle(job.plan, job.cores, job.berths)
+        launch.settle(job.plan.devices, job.cores, job.berths)
     pl.seed_everything(config["seed"], verbose=False)
 
     strategy = HexiSeqStrategy(

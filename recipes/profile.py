@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, Device, device_from_config
-from hexiseq.plan import DTYPES, Plan, RankDevice
+from hexiseq.plan import DTYPES, RankDevice
 from hexiseq.workload import ModelShape
 from recipes.job import CONF, Config, missing_gpus
 
@@ -63,11 +63,6 @@ class Job:
     @property
     def world_size(self) -> int:
         return len(self.devices)
-
-    @property
-    def plan(self) -> Plan:
-        """All the launcher needs of a plan: how many ranks there are and what to call them."""
-        return cast(Plan, self)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "run_dir": str(self.run_dir), "saved": self.saved and str(self.saved)}
@@ -257,9 +252,7 @@ def quick(config: Config, ranks: int | None) -> dict[str, Any]:
             note = f"this machine as measured on {when} ({cache.path_of(key)}); recipe=profile measures it again"
             return {"cluster": kept[0], "note": note, "warning": None}
         began = time.perf_counter()
-        launch.start_local(
-            [sys.executable, "-m", "recipes.profile", folder], job.plan.world_size, job.run_dir, job.plan
-        )
+        launch.start_local([sys.executable, "-m", "recipes.profile", folder], job.devices, job.run_dir)
         cluster = yaml.safe_load((Path(folder) / "cluster.yaml").read_text())["cluster"]
         took = time.perf_counter() - began
         kept_now = cache.load(key) is not None
@@ -288,7 +281,7 @@ def _settle(job: Job) -> Any:
         torch.cuda.set_device(local)
         return torch.device("cuda", local)
     if job.cores:
-        launch.settle(job.plan, job.cores, job.berths)
+        launch.settle(job.devices, job.cores, job.berths)
     else:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local % len(cores)]})

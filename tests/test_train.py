@@ -250,6 +250,21 @@ def test_without_a_cluster_the_machine_is_measured(call) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_with_little_memory_train_where_an_even_split_does_not_fit(call) -> None:
+    little = ("+cluster=cpu_mixed", "cluster.gpus.cpu_half_core.memory_gb=0.5", "data.seq_len=4096")
+    little += ("strategy.drop_devices=false", "trainer.max_steps=2", "trainer.validate_every=null")
+    refused = call(*little, "strategy=ring")
+    assert refused.code == 2
+    assert "a cpu_half_core on node local, needs" in refused.err
+    assert "GB of 0.475 GB usable (0.5 GB)" in refused.err
+    trained = call(*little)
+    assert trained.code == 0, trained.err
+    steps = [row for row in rows(trained.run_dir / "metrics.csv") if row["loss"]]
+    assert len(steps) == 2
+    assert all(float(steps[0][f"tokens_rank_{rank}"]) < 4096 // 3 for rank in (1, 2))
+
+
+@pytest.mark.slow
 def test_wandb_offline(call, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = call("+cluster=cpu_even", *FEW_STEPS, "logger=wandb", "logger.mode=offline")
     assert answer.code == 0, answer.err

@@ -404,8 +404,8 @@ def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
         full_fits = _fitting_length(plan, full, places)
     place = places[rank]
     problem = (
-        f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.1f} GB of "
-        f"{limit[rank]:.1f} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.1f} GB too much, for "
+        f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.3g} GB of "
+        f"{limit[rank]:.3g} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.2g} GB too much, for "
         f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
     )
     raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]), full_fits)

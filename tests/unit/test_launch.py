@@ -43,7 +43,7 @@ def plan(ranks: int) -> Plan:
 
 def start(run_dir: Path, what: str) -> None:
     (run_dir / "worker.py").write_text(WORKER)
-    launch.start_local([sys.executable, str(run_dir / "worker.py"), str(run_dir), what], 3, run_dir, plan(3))
+    launch.start_local([sys.executable, str(run_dir / "worker.py"), str(run_dir), what], plan(3).devices, run_dir)
 
 
 @pytest.fixture(autouse=True)
