@@ -228,10 +228,13 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 # --- predicting
 
 
-# What calibration may change. Factors of the cost model's own figures, then terms it lacks, by their seconds on a whole
-# core: moving a GB into or out of a socket, and a step.
+# What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms it lacks:
+# how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; by seconds of a
+# whole core, moving a GB into or out of a socket, and a step.
 FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
-TERMS = {"transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
+TERMS = {"parameters": 1.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
+# How far from the start they are let go, as logarithms, against a prediction's miss of `MISS`.
+FACTORS_VARY, TERMS_VARY, MISS = 0.3, 1.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -270,9 +273,10 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     step = calibration.get("step_ms", 0.0) * 1e-3
     extra = transfer + step  # of a whole core
     cpu = (busy + optimizer_seconds(workload, Wires(cluster, places))) * share + extra
+    exposed = calibration.get("parameters", 0.0) * predicted.parameter_seconds
     overhead = np.array([place.device.overhead_gb for place in places])
     return Forecast(
-        step_seconds=predicted.step_seconds + float((extra / share).max()),
+        step_seconds=predicted.step_seconds + exposed + float((extra / share).max()),
         cpu_seconds=cpu,
         attention_bytes=sent,
         parameter_bytes=parameters,
@@ -320,6 +324,7 @@ def calibrate(records: Sequence[Mapping[str, Any]], clock: str) -> dict[str, flo
     """
     names = [*FACTORS, *TERMS]
     start = np.log([1.0] * len(FACTORS) + list(TERMS.values()))
+    tether = MISS / np.array([FACTORS_VARY] * len(FACTORS) + [TERMS_VARY] * len(TERMS))
 
     def misses(logs: np.ndarray) -> np.ndarray:
         calibration = dict(zip(names, np.exp(logs).tolist(), strict=True))
@@ -332,7 +337,7 @@ def calibrate(records: Sequence[Mapping[str, Any]], clock: str) -> dict[str, flo
             ).tolist()
             if clock == "wall":
                 found.append(float(np.log(said.step_seconds / measured_seconds(record))))
-        return np.array([*found, *(0.05 * (logs - start))])  # what the data do not tell stays where it was
+        return np.array([*found, *(tether * (logs - start))])  # what the data do not tell stays where it was
 
     fitted = _least_squares(misses, start)
     return dict(zip(names, np.exp(fitted).tolist(), strict=True))
