@@ -228,9 +228,9 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 # --- predicting
 
 
-# What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms it lacks:
-# how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; by seconds of a
-# whole core, moving a GB into or out of a socket, and a step.
+# What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms that it
+# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; by seconds
+# of a whole core, moving a GB into or out of a socket, and a step.
 FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
 TERMS = {"parameters": 1.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 # How far from the start they are let go, as logarithms, against a prediction's miss of `MISS`.
