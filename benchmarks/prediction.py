@@ -229,8 +229,8 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 
 
 # What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms that it
-# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; by seconds
-# of a whole core, moving a GB into or out of a socket, and a step.
+# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; seconds of
+# a whole core for moving a GB into or out of a socket, and for a step.
 FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
 TERMS = {"parameters": 1.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 # How far from the start they are let go, as logarithms, against a prediction's miss of `MISS`.
@@ -436,7 +436,7 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clock: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     panels = (
@@ -458,8 +458,9 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clock: str, path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
         axis.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
         for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             ticks.set_major_formatter("{x:g}")
-            ticks.set_minor_formatter("{x:g}")
+            ticks.set_minor_locator(ticker.NullLocator())
         axis.set_aspect("equal")
     axes[0].legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=150)
