@@ -229,8 +229,8 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 
 
 # What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms that it
-# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; seconds of
-# a whole core for moving a GB into or out of a socket, and for a step.
+# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; seconds
+# of a whole core for moving a GB into or out of a socket, and for a step.
 FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
 TERMS = {"parameters": 1.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 # How far from the start they are let go, as logarithms, against a prediction's miss of `MISS`.
