@@ -235,7 +235,7 @@ def test_table_shows_every_rank_and_rival():
     assert lines[1].split() == ["rank", "device", "node", "replica", "group", "tokens", "share", "heads", "kv", "heads",
                                 "memory"]  # fmt: skip
     assert "h100" in lines[2]
-    assert "10.0/76.0 GB" in lines[2]
+    assert "10/76 GB" in lines[2]
     assert "left out: v100 on c: too slow" in lines
     assert any(line.startswith("ring") and "1.333x" in line for line in lines)
     assert any(line.startswith("ulysses") and line.endswith("6 heads over 4 ranks") for line in lines)
