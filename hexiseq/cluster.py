@@ -120,11 +120,6 @@ class Node:
             _check_positive(where, name, getattr(self, name))
         for name in ("nics", "count"):
             _check_count(where, name, getattr(self, name))
-        for core in sorted({core for seat in self.seats for core in seat.cores}):
-            asked = sum(seat.quota or 0.0 for seat in self.seats if seat.cores == (core,))
-            if asked > 1 + 1e-9:
-                raise ValueError(f"{where}: quotas of the devices on core {core} sum to {asked:g} of it, so they would "
-                                 "not hold; give at most 1, or pin some to another core")  # fmt: skip
 
     @property
     def network_gb_per_s(self) -> float:
@@ -193,6 +188,15 @@ class Cluster:
                 raise ValueError(
                     f"cluster {self.name!r}: two links join {' and '.join(sorted(link.nodes))}, of {known_gb_per_s:g} "
                     f"and {link.gb_per_s:g} GB/s; a link has the same bandwidth both ways: give it once"
+                )
+        # Ranks with quotas are on one machine, whatever nodes they stand for.
+        seats = [place.seat for place in self.places if place.seat.quota is not None]
+        for core in sorted({core for seat in seats for core in seat.cores}):
+            asked = sum(seat.quota or 0.0 for seat in seats if seat.cores == (core,))
+            if asked > 1 + 1e-9:
+                raise ValueError(
+                    f"cluster {self.name!r}: quotas of the devices on core {core} sum to {asked:g} of it, so they "
+                    "would not hold; give at most 1, or pin some to another core"
                 )
         vendors = sorted({device.vendor for device in self.devices})
         if not isinstance(self.namespaces, bool):

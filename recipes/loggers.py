@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import string
 import tempfile
@@ -17,6 +18,8 @@ from hexiseq import launch, picture
 from recipes.job import Job
 
 MODES = ("online", "offline")
+MOST_SECONDS = 3600
+MOST_LETTERS, NOT_IN_PROJECTS = 128, "/\\#?%:"  # of a W&B project
 RUN_FILE = "wandb.json"  # in the run folder: the id under which W&B knows the run
 log = logging.getLogger(__name__)
 
@@ -48,13 +51,23 @@ def check(config: dict[str, Any], run_dir: Path) -> None:
             f"the run folder {run_dir} cannot be written to: {error.strerror}; choose another with hydra.run.dir=FOLDER"
         ) from None
     settings = config["logger"]
+    if settings["name"] not in ("csv", "wandb"):
+        raise ValueError(f"logger.name {settings['name']!r} is not one of csv, wandb")
     if settings["name"] != "wandb":
         return
+    project = settings["project"]
+    if not isinstance(project, str) or not 0 < len(project) <= MOST_LETTERS or set(project) & set(NOT_IN_PROJECTS):
+        raise ValueError(
+            f"logger.project must be a name of at most {MOST_LETTERS} letters, none of {' '.join(NOT_IN_PROJECTS)} "
+            f"among them, got {project!r}"
+        )
     if settings["mode"] not in MODES:
         raise ValueError(f"logger.mode {settings['mode']!r} is not one of {', '.join(MODES)}")
     seconds = settings["init_timeout_seconds"]
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
-        raise ValueError(f"logger.init_timeout_seconds must be a positive number, got {seconds!r}")
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"logger.init_timeout_seconds must be above 0 and at most {MOST_SECONDS}, got {seconds!r}")
+    if not isinstance(settings["resume"], bool):
+        raise ValueError(f"logger.resume must be true or false, got {settings['resume']!r}")
     if settings["resume"]:
         earlier_run(config["ckpt_path"])
     try:
@@ -149,7 +162,16 @@ def earlier_run(ckpt_path: str | None) -> str:
     folder = Path(ckpt_path).resolve()
     for parent in (folder, *folder.parents[:2]):
         if (parent / RUN_FILE).is_file():
-            return str(json.loads((parent / RUN_FILE).read_text())["id"])
+            try:
+                number = json.loads((parent / RUN_FILE).read_text())["id"]
+            except (ValueError, KeyError, TypeError):
+                number = None
+            if not isinstance(number, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", number):
+                raise ValueError(
+                    f"logger.resume=true: {parent / RUN_FILE} is not what a run writes; leave logger.resume at false "
+                    "for a new run"
+                )
+            return number
     raise ValueError(
         f"logger.resume=true: there is no {RUN_FILE} beside ckpt_path {ckpt_path!r}, in it or up to two folders above; "
         "it was not trained with logger=wandb, or the run folder was moved. Leave logger.resume at false for a new run"

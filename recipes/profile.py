@@ -373,9 +373,11 @@ def _saved(recipe: Config) -> Path | None:
     save = recipe["save"]
     if save is None:
         return None
-    if not isinstance(save, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", save):
-        raise ValueError(f"recipe.save must be a name of letters, digits, _ and -, got {save!r}")
+    if not isinstance(save, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", save):
+        raise ValueError(f"recipe.save must be a name of at most 100 letters, digits, _ and -, got {save!r}")
     path = CLUSTERS / f"{save}.yaml"
+    if path.is_dir() or path.is_symlink():
+        raise ValueError(f"recipe.save={save}: {path} is a folder or a link; choose another name")
     if path.exists() and not recipe["overwrite"]:
         raise ValueError(f"recipe.save={save}: {path} exists; choose another name, or recipe.overwrite=true")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -5,6 +5,7 @@ Sweeps write ``report.html`` after their last job; calling it again reads ``summ
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -27,6 +28,7 @@ _REHEARSALS = (
 BASELINES = ("ring", "ulysses", "usp")  # the even splits that a speed-up is over
 KINDS = ("predicted", "simulated", "measured")
 STATUS = {"out_of_memory": "out of memory"}
+COLUMNS = {"job", "overrides", "status", "reason", "run_dir"}  # of a sweep's table, whatever its recipe
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def write_report(sweep_dir: Path) -> Path:
         ValueError: there is no summary.csv.
     """
     path = sweep_dir / "report.html"
-    path.write_text(page(sweep_dir.name, read_jobs(sweep_dir)), encoding="utf-8")
+    path.write_text(page(sweep_dir.resolve().name, read_jobs(sweep_dir)), encoding="utf-8")
     return path
 
 
@@ -84,7 +86,10 @@ def read_jobs(sweep_dir: Path) -> list[Job]:
         )
     with summary.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return sorted((_job(sweep_dir, row) for row in rows), key=lambda job: (len(job.number), job.number))
+    if rows and (lacking := COLUMNS - set(rows[0])):
+        raise ValueError(f"{summary} lacks {', '.join(sorted(lacking))}; it is no sweep's")
+    whole = [row for row in rows if all(row[name] is not None for name in COLUMNS)]  # a killed sweep may leave a part
+    return sorted((_job(sweep_dir, row) for row in whole), key=lambda job: (len(job.number), job.number))
 
 
 def _job(sweep_dir: Path, row: dict[str, str]) -> Job:
@@ -97,11 +102,12 @@ def _job(sweep_dir: Path, row: dict[str, str]) -> Job:
     if plan and plan.predicted:
         seconds["predicted"], speed["predicted"] = plan.predicted.step_seconds, plan.predicted.tokens_per_second
     if (path := run_dir / "simulation.json").exists():
-        simulated = json.loads(path.read_text())
-        seconds["simulated"], speed["simulated"] = simulated["step_seconds"], simulated["tokens_per_second"]
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # not what a simulation writes
+            simulated = json.loads(path.read_text())
+            seconds["simulated"], speed["simulated"] = simulated["step_seconds"], simulated["tokens_per_second"]
     steps = _metrics(run_dir / "metrics.csv")
     for name, found in (("step_seconds", seconds), ("tokens_per_second", speed)):
-        values = [float(step[name]) for step in steps if step.get(name)]
+        values = [value for step in steps if (value := _number(step.get(name)))]
         if values:
             # The first step also allocates and warms up.
             found["measured"] = statistics.median(values[1:] or values)
@@ -151,7 +157,8 @@ def page(name: str, jobs: Sequence[Job]) -> str:
         parts.append(f"<p class='alarm'>{_REHEARSALS}</p>")
     if jobs:
         parts += [_chart(jobs, labels, common), _table(jobs, labels), *map(_pictures, jobs, labels)]
-    return _HTML.replace("TITLE", escape(f"HexiSeq sweep {name}")).replace("BODY", "\n".join(parts))
+    head, tail = _HTML.split("BODY")
+    return head.replace("TITLE", escape(f"HexiSeq sweep {name}")) + "\n".join(parts) + tail
 
 
 def _chart(jobs: Sequence[Job], labels: Sequence[str], common: Sequence[str]) -> str:
@@ -223,7 +230,10 @@ def _table(jobs: Sequence[Job], labels: Sequence[str]) -> str:
 
 
 def _number(text: str | None) -> float | None:
-    return float(text) if text else None
+    try:
+        return float(text or "")
+    except ValueError:  # empty, or not what a run writes
+        return None
 
 
 def _status_cell(job: Job) -> str:
@@ -301,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         print(f"written: {write_report(Path(arguments[0]))}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

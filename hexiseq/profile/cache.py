@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import hexiseq
+from hexiseq.cluster import Cluster
 from hexiseq.workload import ModelShape
 
 MOST_AGE_SECONDS = 30 * 86400
@@ -64,6 +65,7 @@ def load(key: Mapping[str, Any]) -> tuple[dict[str, Any], float] | None:
         age = time.time() - kept["time"]
         if kept["key"] != key or not 0 <= age <= MOST_AGE_SECONDS:
             return None
+        Cluster.from_config(kept["cluster"])
         return dict(kept["cluster"]), age
     except (OSError, ValueError, KeyError, TypeError):  # absent, or not what we write
         return None

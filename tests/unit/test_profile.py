@@ -206,7 +206,13 @@ def test_a_model_that_does_not_fit_is_refused_with_its_matrix() -> None:
         set_up(huge, torch.device("cpu"), "float32", "auto", 1)
 
 
-CLUSTER = {"name": "kept", "gpus": {}, "nodes": []}
+CORE = {
+    "type": "cpu", "vendor": "cpu", "peak_tflops": 0.1, "gemm_tflops": 0.1, "attention_forward_tflops": 0.1,
+    "attention_backward_tflops": 0.1, "memory_gb": 2.0, "hbm_gb_per_s": 8.0, "overhead_gb": 0.4, "launch_us": 40.0,
+    "dtypes": ["float32"], "kernel": "cpu", "source": "made up",
+}  # fmt: skip
+NODE = {"name": "here", "devices": [{"type": "cpu"}], "intra_gb_per_s": 1.0, "nics": 1, "nic_gb_per_s": 1.0}
+CLUSTER = {"name": "kept", "gpus": {"cpu": CORE}, "nodes": [NODE]}
 
 
 def some_key(**changes: Any) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
 
 
 def test_readers_never_see_half_a_file() -> None:
-    big = {**CLUSTER, "nodes": [{"name": f"node{i}"} for i in range(2000)]}
+    big = {**CLUSTER, "nodes": [{**NODE, "name": f"node{i}"} for i in range(200)]}
     cache.store(some_key(), big)
     seen, done = [], threading.Event()
 

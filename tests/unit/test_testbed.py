@@ -57,8 +57,11 @@ def test_quotas_that_cannot_be_are_refused(kind: Device, cores: tuple[int, ...],
 def test_quotas_that_cannot_hold_together_are_refused() -> None:
     seats = (Seat(CPU, (1,), 0.75), Seat(CPU, (1,), 0.5), Seat(CPU, (0,)))
     with pytest.raises(ValueError, match=r"devices on core 1 sum to 1\.25 of it"):
-        Node("local", seats, 1.0, 1, 1.0)
-    Node("local", (Seat(CPU, (0, 1), 1.5), *seats[1:]), 1.0, 1, 1.0)  # which core it uses is the system's choice
+        Cluster("bed", (Node("local", seats, 1.0, 1, 1.0),))
+    with pytest.raises(ValueError, match=r"devices on core 1 sum to 1\.25 of it"):  # nodes are on one machine
+        Cluster("bed", tuple(Node(f"n{i}", (seat,), 1.0, 1, 1.0) for i, seat in enumerate(seats)))
+    # Which core it uses is the system's choice.
+    Cluster("bed", (Node("local", (Seat(CPU, (0, 1), 1.5), *seats[1:]), 1.0, 1, 1.0),))
 
 
 def test_namespaces_cap_links_of_cpu_nodes_alone() -> None:

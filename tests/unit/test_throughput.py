@@ -225,8 +225,12 @@ def test_what_cannot_be_logged_is_refused(tmp_path: Path) -> None:
             loggers.check({**job(tmp_path).config, "trainer": {**TRAINER, **change}}, tmp_path)
     for change, message in (
         ({"mode": "dance"}, "logger.mode 'dance' is not one of online, offline"),
-        ({"init_timeout_seconds": 0}, "logger.init_timeout_seconds must be a positive number, got 0"),
+        ({"init_timeout_seconds": 0}, "logger.init_timeout_seconds must be above 0 and at most 3600, got 0"),
+        ({"init_timeout_seconds": float("inf")}, "must be above 0 and at most 3600, got inf"),
         ({"resume": True}, "name one with ckpt_path=FOLDER"),
+        ({"resume": "no"}, "logger.resume must be true or false, got 'no'"),
+        ({"project": "a/b"}, "logger.project must be a name of at most 128 letters, .* got 'a/b'"),
+        ({"name": "tensorboard"}, "logger.name 'tensorboard' is not one of csv, wandb"),
     ):
         with pytest.raises(ValueError, match=message):
             loggers.check(job(tmp_path, **change).config, tmp_path)
@@ -234,6 +238,11 @@ def test_what_cannot_be_logged_is_refused(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     with pytest.raises(ValueError, match=r"there is no wandb.json beside ckpt_path .*step-30"):
         loggers.earlier_run(str(checkpoint))
+    for text in ("{}", "[]", "", '{"id": null}', '{"id": "a/b"}'):
+        (tmp_path / "run" / "wandb.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run/wandb.json is not what a run writes"):
+            loggers.earlier_run(str(checkpoint))
+    (tmp_path / "run" / "wandb.json").unlink()
     (tmp_path / "run" / "wandb.json").write_text(json.dumps({"id": "abc", "project": "p"}))
     assert loggers.earlier_run(str(checkpoint)) == "abc"
 
