@@ -52,7 +52,10 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("name", "cores"),
-    [("cpu_even", [(0,), (1,)]), pytest.param("cpu_mixed", [(0,), (1,), (1,)], marks=pytest.mark.slow)],
+    [
+        ("cpu_even", [(0,), (1,)]),
+        pytest.param("cpu_mixed", [(0,), (1,), (1,)], marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_a_profile_is_a_cluster_to_plan_for(call, tmp_path: Path, name: str, cores: list[tuple[int, ...]]) -> None:
     code, out, err = call("recipe=profile", f"+cluster={name}", "recipe.save=mine", *BRIEF)
@@ -152,6 +155,7 @@ def test_this_machine_is_measured_once(call, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_is_joined(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", str(ROOT / "train.py"), "recipe=profile", *BRIEF]

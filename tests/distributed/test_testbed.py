@@ -54,7 +54,11 @@ def losses(folder: Path) -> list[str]:
         return [row["loss"] for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--nproc-per-node=3")], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [(), pytest.param((*TORCHRUN, "--nproc-per-node=3"), marks=pytest.mark.thorough)],
+    ids=["python", "torchrun"],
+)
 def test_ranks_stay_on_their_cores(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     process = start(launcher, tmp_path, "+cluster=cpu_mixed", "trainer.max_steps=100000")
     await_step(process, 2)
@@ -73,7 +77,11 @@ def test_ranks_stay_on_their_cores(tmp_path: Path, launcher: tuple[str, ...]) ->
 
 @quotas
 @namespaces
-@pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--nproc-per-node=2")], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param((), marks=pytest.mark.thorough), (*TORCHRUN, "--nproc-per-node=2")],
+    ids=["python", "torchrun"],
+)
 def test_a_job_trains_on_a_bed_as_elsewhere(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     (tmp_path / "bed").mkdir()
     (tmp_path / "plain").mkdir()
@@ -99,7 +107,7 @@ def test_a_job_trains_on_a_bed_as_elsewhere(tmp_path: Path, launcher: tuple[str,
 
 @quotas
 @namespaces
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL])
 def test_nothing_stays_behind_a_job_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     process = start((), tmp_path, *BED, "trainer.max_steps=100000")
     await_step(process, 2)
