@@ -165,6 +165,8 @@ def make_folder(arguments: Sequence[str], key: str) -> None:
 
 def start() -> int:
     multirun = any(argument in ("-m", "--multirun") for argument in sys.argv[1:])
+    outcomes.clear()
+    sweeps.clear()
     if launch.joined():
         if multirun:
             if launch.rank() == 0:
