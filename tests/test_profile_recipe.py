@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.core.global_hydra import GlobalHydra
 
-import train
 from hexiseq.cluster import Cluster
 from hexiseq.plan import Plan
 from recipes import job as jobs
@@ -29,25 +27,6 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXISEQ_CACHE", str(tmp_path / "cache"))
     (tmp_path / "conf" / "cluster").mkdir(parents=True)
     monkeypatch.setattr(profile, "CLUSTERS", tmp_path / "conf" / "cluster")
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run ``train.py`` in this process: its exit code, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        train.outcomes.clear()
-        GlobalHydra.instance().clear()
-        capfd.readouterr()
-        try:
-            code = train.start()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        return code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-import train
 from hexiseq.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,23 +30,9 @@ class Answer:
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run ``train.py`` with arguments in this process (what it starts are processes of their own)."""
-
-    def run(*arguments: str) -> Answer:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        train.outcomes.clear()
-        GlobalHydra.instance().clear()
-        capfd.readouterr()
-        try:
-            code = train.start()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        out, err = capfd.readouterr()
-        return Answer(code, out, err, tmp_path)
-
-    return run
+def call(call, tmp_path: Path):
+    """The same, with the folder of the run."""
+    return lambda *arguments: Answer(*call(*arguments), tmp_path)
 
 
 H100_A100 = ("recipe=plan", "+cluster=h100_a100")
