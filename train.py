@@ -13,7 +13,6 @@ import csv
 import importlib
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,15 +151,7 @@ def make_folder(arguments: Sequence[str], key: str) -> None:
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
     if "--help" in arguments or "-h" in arguments or (named and "${" in named[-1]):
         return
-    folder = Path(named[-1].strip("'\"")) if named else Path("multirun" if "sweep" in key else "outputs")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"the folder {folder} for runs cannot be written to: {error.strerror}; choose another with {key}=FOLDER"
-        ) from None
+    jobs.make_folder(Path(named[-1].strip("'\"")) if named else Path("multirun" if "sweep" in key else "outputs"), key)
 
 
 def start() -> int:

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,8 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     from recipes.loggers import check  # which needs Lightning: only for those who train
 
     _check_training(config)
-    check(config, run_dir)
+    check(config)
+    make_folder(run_dir)
     on_cpu = all(device.vendor == "cpu" for device in cluster.devices)
     job = Job(
         config,
@@ -214,6 +216,18 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
     picture.draw(run_dir, target or plan, cluster, workload, rehearsal=target is not None)
     return job
+
+
+def make_folder(folder: Path, key: str = "hydra.run.dir") -> None:
+    """Make a folder for runs. Raises ValueError where it cannot be written to: `key` chooses another."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written to: {error.strerror or error}; choose another with {key}=FOLDER"
+        ) from None
 
 
 def data_module(config: Config) -> HexiSeqDataModule:
@@ -342,12 +356,16 @@ def _summary(cluster: Cluster) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _check(config: Config) -> None:
     """Values the rest of the code takes for granted, each refused by its command-line name."""
     trainer = config["trainer"]
 
     def whole(name: str, value: Any, least: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not _whole(value, least):
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
     whole("data.seq_len", config["data"]["seq_len"], 2)
@@ -356,9 +374,15 @@ def _check(config: Config) -> None:
         raise ValueError(f"seed must be below 2^32, got {config['seed']}")
     for key, least in (("max_steps", 1), ("sequences", 1), ("accumulation", 1), ("validation_sequences", 0)):
         whole(f"trainer.{key}", trainer[key], least)
-    for key in ("validate_every", "checkpoint_every"):
+    for key in ("validate_every", "checkpoint_every", "print_every", "split_every"):
         if trainer[key] is not None:
             whole(f"trainer.{key}", trainer[key], 1)
+    traced = trainer["trace_steps"]
+    steps = traced if isinstance(traced, list) else []
+    if traced is not None and not (len(steps) == 2 and all(_whole(step, 1) for step in steps) and steps[0] < steps[1]):
+        raise ValueError(
+            f"trainer.trace_steps must be two ascending steps from 1 on, [first, last), or null; got {traced!r}"
+        )
     clip = trainer["gradient_clip"]
     number = isinstance(clip, (int, float)) and not isinstance(clip, bool) and math.isfinite(clip)
     if clip is not None and not (number and clip > 0):

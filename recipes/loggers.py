@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import string
-import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,13 @@ RUN_FILE = "wandb.json"  # in the run folder: the id under which W&B knows the r
 log = logging.getLogger(__name__)
 
 
-def check(config: dict[str, Any], run_dir: Path) -> None:
+def check(config: dict[str, Any]) -> None:
     """Refuse what could not be logged.
 
     Raises:
-        ValueError: the run folder cannot be written to; a setting of ``logger``, or of ``trainer`` for lines, splits or
-            traces, is no such thing; W&B is wanted and not installed; there is no trace of the run to resume.
+        ValueError: a setting of ``logger`` is no such thing; W&B is wanted and not installed; there is no trace of the
+            run to resume.
     """
-    for name in ("print_every", "split_every"):
-        value = config["trainer"][name]
-        if value is not None and not _whole(value):
-            raise ValueError(f"trainer.{name} must be an integer of at least 1, or null for none; got {value!r}")
-    traced = config["trainer"]["trace_steps"]
-    if traced is not None and not (
-        isinstance(traced, list) and len(traced) == 2 and all(map(_whole, traced)) and traced[0] < traced[1]
-    ):
-        raise ValueError(
-            f"trainer.trace_steps must be two ascending steps from 1 on, [first, last), or null; got {traced!r}"
-        )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"the run folder {run_dir} cannot be written to: {error.strerror}; choose another with hydra.run.dir=FOLDER"
-        ) from None
     settings = config["logger"]
     if settings["name"] not in ("csv", "wandb"):
         raise ValueError(f"logger.name {settings['name']!r} is not one of csv, wandb")
@@ -70,14 +51,8 @@ def check(config: dict[str, Any], run_dir: Path) -> None:
         raise ValueError(f"logger.resume must be true or false, got {settings['resume']!r}")
     if settings["resume"]:
         earlier_run(config["ckpt_path"])
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        raise ValueError("logger=wandb needs wandb: pip install 'hexiseq[wandb]', or leave logger at csv") from None
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if find_spec("wandb") is None:
+        raise ValueError("logger=wandb needs wandb: pip install 'hexiseq[wandb]', or leave logger at csv")
 
 
 def loggers(job: Job) -> list[Logger]:

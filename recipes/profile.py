@@ -26,7 +26,7 @@ from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, Device, device_from_config
 from hexiseq.plan import DTYPES, RankDevice
 from hexiseq.workload import ModelShape
-from recipes.job import CONF, Config, missing_gpus
+from recipes.job import CONF, Config, make_folder, missing_gpus
 
 CLUSTERS = CONF / "cluster"
 MOST_CPU_RANKS = 4  # where no cluster says how many
@@ -116,24 +116,20 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None, quiet: b
                          "torchrun or srun, or measure fewer")  # fmt: skip
     places = cluster.places if cluster and not on_gpus else ()
     saved = _saved(config["recipe"])
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        job = Job(
-            config,
-            run_dir,
-            devices,
-            cores=tuple(place.seat.cores for place in places),
-            quotas=tuple(place.seat.quota for place in places),
-            berths=testbed.build(places, cluster.namespaces) if cluster and places else (),
-            on_gpus=on_gpus,
-            saved=saved,
-            quiet=quiet,
-        )
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
-    except OSError as error:
-        raise ValueError(f"run folder {run_dir}: {error.strerror or error}; choose another with hydra.run.dir=FOLDER"
-                         ) from None  # fmt: skip
+    make_folder(run_dir)
+    job = Job(
+        config,
+        run_dir,
+        devices,
+        cores=tuple(place.seat.cores for place in places),
+        quotas=tuple(place.seat.quota for place in places),
+        berths=testbed.build(places, cluster.namespaces) if cluster and places else (),
+        on_gpus=on_gpus,
+        saved=saved,
+        quiet=quiet,
+    )
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
     return job
 
 

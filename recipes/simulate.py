@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hexiseq.picture.rows import runs
 from hexiseq.plan import Plan, align
 from hexiseq.simulate import Stall, StepSimulation, simulate_step, write_trace
 from recipes.job import Config, solve_config
@@ -100,13 +101,7 @@ def describe_stalls(plan: Plan, simulation: StepSimulation) -> list[str]:
 
 def _ranks(plan: Plan, ranks: Sequence[int]) -> str:
     """Ascending ranks, runs of them written as such, with what devices they are."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    numbers = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    numbers = runs(ranks, most=len(ranks))
     kinds = dict.fromkeys(f"{plan.devices[rank].type} on {plan.devices[rank].node}" for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({', '.join(kinds)})"
 

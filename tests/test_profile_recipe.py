@@ -70,7 +70,7 @@ def test_a_profile_is_a_cluster_to_plan_for(call, tmp_path: Path, name: str, cor
         (("recipe.timeout_seconds=soon",), "recipe.timeout_seconds must be above 0 and at most 3600, got 'soon'"),
         (("recipe.alike=5",), "recipe.alike must be a fraction from 0 to below 1, got 5"),
         (("recipe.overwrite=maybe",), "recipe.overwrite must be true or false, got 'maybe'"),
-        (("recipe.save=a/b",), "recipe.save must be a name of letters, digits, _ and -, got 'a/b'"),
+        (("recipe.save=a/b",), "recipe.save must be a name of at most 100 letters, digits, _ and -, got 'a/b'"),
         (("strategy.dtype=int4",), "strategy.dtype 'int4' is not one of auto"),
         (("model.config.num_key_value_heads=5",), "9 query heads are not a multiple of 5 KV heads"),
         (("+cluster=cpu_mixed", "cluster.nodes.0.devices.0.type=h900"), "unknown device type 'h900'"),
@@ -95,7 +95,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     from recipes.compose import composed
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"run folder .*file/run: Not a directory; choose another"):
+    with pytest.raises(ValueError, match=r"run folder .*file/run cannot be written to: Not a directory; choose another"):
         profile.prepare(composed(["recipe=profile"]), tmp_path / "file" / "run")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,9 +50,9 @@ def left_behind(pid: int) -> list[str]:
         (CPU, (), "half", "got 'half'"),
     ],
 )
-def test_quotas_that_cannot_be_are_refused(kind: Device, cores: tuple[int, ...], quota: object, words: str) -> None:
+def test_quotas_that_cannot_be_are_refused(kind: Device, cores: tuple[int, ...], quota: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Seat(kind, cores, quota)  # type: ignore[arg-type]
+        Seat(kind, cores, quota)
 
 
 def test_quotas_that_cannot_hold_together_are_refused() -> None:
