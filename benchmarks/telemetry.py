@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ from hexiseq import HexiSeqStrategy
 from hexiseq.callbacks import Throughput
 from hexiseq.module import CausalLM
 from hexiseq.plan import Plan
-from hexiseq.testing import Pool
+from hexiseq.testing import Pool, as_launched
 from hexiseq.workload import ModelShape
 
 MODES = ("off", "on", "sampled")
@@ -104,21 +101,16 @@ class Always:
 
 def train(plan: Plan, config: dict[str, Any], steps: int, core_list: list[int]) -> list[tuple[float, float, float]]:
     """CPU and wall seconds of this rank's steps."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    pin(core_of(int(rank), core_list))
-    os.environ.update(
-        RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="benchmark", HEXISEQ_NODE="here",
-    )  # fmt: skip
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    pin(core_of(dist.get_rank(), core_list))
+    as_launched()
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "warmup_steps": 0, "total_steps": 0,
                  "min_lr_ratio": 0.0}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         watcher = ByTurns(ModelShape.from_hf_config(config), {"cpu": 0.1}, print_every=0, split_every=1,
                           folder=Path(folder))  # fmt: skip
         trainer = pl.Trainer(
-            accelerator="cpu", devices=int(world), strategy=HexiSeqStrategy(plan), plugins=[TorchElasticEnvironment()],
+            accelerator="cpu", devices=dist.get_world_size(), strategy=HexiSeqStrategy(plan),
+            plugins=[TorchElasticEnvironment()],
             logger=CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1), callbacks=[watcher],
             max_steps=steps, gradient_clip_val=1.0, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=False, use_distributed_sampler=False, limit_val_batches=0,

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
 import random
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -218,6 +220,19 @@ class Pool:
         code = process.exitcode
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
         return f"rank {rank} died: {how}"
+
+
+def as_launched() -> None:
+    """Give a worker the environment torchrun would have given it, for Lightning, and keep Lightning quiet."""
+    import torch.distributed as dist
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="pool", HEXISEQ_NODE="here",
+    )  # fmt: skip
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Connection) -> None:

@@ -81,7 +81,7 @@ class Throughput(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._watch = _Watch(trainer.profiler)  # type: ignore[attr-defined]
+        self._watch = _Watch(trainer.profiler)  # type: ignore[attr-defined]  # Lightning sets it without declaring it
         trainer.profiler = self._watch  # type: ignore[attr-defined]
         self._step = self._first_step = trainer.global_step
         self._totals.clear()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
-import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +21,7 @@ from hexiseq.models import build_model, decoder_layers
 from hexiseq.module import CausalLM
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.strategy import HexiSeqStrategy
+from hexiseq.testing import as_launched
 
 CONFIG = {
     "model_type": "llama",
@@ -178,16 +176,10 @@ class Always:
 
 
 def trainer(strategy: HexiSeqStrategy, **settings: Any) -> L.Trainer:
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(
-        RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world, GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test", HEXISEQ_NODE="here",
-    )  # fmt: skip
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    as_launched()
     return L.Trainer(
         accelerator="cpu",
-        devices=int(world),
+        devices=dist.get_world_size(),
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
         logger=False,
