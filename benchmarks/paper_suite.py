@@ -30,7 +30,15 @@ import numpy as np
 import yaml
 
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import OutOfMemory, lower_bound, match_places, predict, replica_cost
+from hexiseq.cost import (
+    OutOfMemory,
+    busy_seconds,
+    layer_bytes,
+    lower_bound,
+    match_places,
+    predict,
+    replica_cost,
+)
 from hexiseq.plan import (
     DTYPES,
     EXCHANGES,
@@ -119,7 +127,7 @@ def figures(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     predicted = plan.predicted
     assert predicted is not None
     memory = [used / p.device.memory_gb for used, p in zip(predicted.memory_gb, places, strict=True)]
-    busy = busy_seconds(plan, workload, places)
+    busy = busy_seconds(plan, cluster, workload, places)
     return {
         "step_seconds": predicted.step_seconds,
         "without_parameters_seconds": without_parameters(plan),
@@ -134,40 +142,20 @@ def figures(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     }
 
 
-def busy_seconds(plan: Plan, workload: Workload, places: Sequence[Place]) -> np.ndarray:
-    """Seconds each rank computes in a step, waiting and transfers left out."""
-    forwards, linears = attention_forwards(workload), 3 + (workload.recompute != "none")
-    busy = np.zeros(len(places))
-    for replica in plan.replicas:
-        for kind in workload.model.kinds:
-            cost = replica_cost(plan, replica, dataclasses.replace(workload, model=kind), places)
-            layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
-            layer = layer + cost.attention_backward + cost.merge_backward
-            busy[cost.ranks] += workload.accumulation * kind.layers * layer
-        busy[cost.ranks] += workload.accumulation * cost.loss
-    return busy
-
-
 def traffic_between_models(plan: Plan, workload: Workload, places: Sequence[Place]) -> float:
     """Bytes of a step that pass between devices of different GPU models: all-to-all, KV and its gradients.
 
     Parameters are left out: they go round all devices whatever the plan.
     """
-    forwards, total = attention_forwards(workload), 0.0
+    total = 0.0
     for replica in plan.replicas:
         for kind in workload.model.kinds:
             cost = replica_cost(plan, replica, dataclasses.replace(workload, model=kind), places)
             types = np.array([places[rank].device.type for rank in cost.ranks])
-            moved = forwards * (cost.heads_in + cost.heads_out + cost.kv)
-            moved = moved + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+            moved = layer_bytes(cost, workload.recompute)
             across = types[:, None] != types[None, :]
             total += workload.accumulation * kind.layers * float(moved[across].sum())
     return total
-
-
-def attention_forwards(workload: Workload) -> int:
-    """How often attention and its exchange run forward in a micro-step."""
-    return 2 if workload.recompute == "full" else 1
 
 
 def without_parameters(plan: Plan) -> float:

@@ -35,8 +35,7 @@ import yaml
 from benchmarks.probe import MEMORY_STEP
 from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, device_from_config
-from hexiseq.cost import match_places, predict, replica_cost
-from hexiseq.cost.step import layer_bytes, optimizer_seconds, passes
+from hexiseq.cost import busy_seconds, layer_bytes, match_places, optimizer_seconds, predict, replica_cost
 from hexiseq.cost.traffic import Wires, parameter_traffic
 from hexiseq.plan import Plan
 from hexiseq.workload import Workload
@@ -257,27 +256,23 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     places = match_places(plan, cluster)
     predicted = predict(plan, cluster, workload, places)
     share = np.array([_share(place.device.type) for place in places])
-    forwards, linears = passes(workload.recompute)
-    busy, sent, received = (np.zeros(plan.world_size) for _ in range(3))
+    sent, received = np.zeros(plan.world_size), np.zeros(plan.world_size)
     layers, repeats = workload.model.layers, workload.accumulation
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, workload, places)
-        kernels = (linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
-                   + cost.attention_backward + cost.merge_backward)  # fmt: skip
         moved = layer_bytes(cost, workload.recompute)
-        busy[cost.ranks] += repeats * (layers * kernels + cost.loss)
         sent[cost.ranks] += repeats * layers * moved.sum(1)
         received[cost.ranks] += repeats * layers * moved.sum(0)
     parameters = parameter_traffic(workload, plan.world_size)
     transfer = calibration.get("transfer_seconds_per_gb", 0.0) * 1e-9 * (sent + received + 2 * parameters)
     step = calibration.get("step_ms", 0.0) * 1e-3
     extra = transfer + step  # of a whole core
-    cpu = (busy + optimizer_seconds(workload, Wires(cluster, places))) * share + extra
+    busy = busy_seconds(plan, cluster, workload, places) + optimizer_seconds(workload, Wires(cluster, places))
     exposed = calibration.get("parameters", 0.0) * predicted.parameter_seconds
     overhead = np.array([place.device.overhead_gb for place in places])
     return Forecast(
         step_seconds=predicted.step_seconds + exposed + float((extra / share).max()),
-        cpu_seconds=cpu,
+        cpu_seconds=busy * share + extra,
         attention_bytes=sent,
         parameter_bytes=parameters,
         memory_bytes=(np.array(predicted.memory_gb) - overhead) * 1e9,

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks import paper_suite as suite
 from hexiseq.cluster import Cluster
-from hexiseq.cost import predict
+from hexiseq.cost import busy_seconds, predict
 from hexiseq.plan import Prediction
 from hexiseq.workload import Workload
 from recipes.compose import composed
@@ -172,7 +172,7 @@ def test_figures_agree_with_the_cost_model() -> None:
     plan = suite.predicted_grids(cluster, workload, cluster.places)[0]
     found = suite.figures(plan, cluster, workload)
     assert found["step_seconds"] == predict(plan, cluster, workload).step_seconds
-    busy = suite.busy_seconds(plan, workload, cluster.places)
+    busy = busy_seconds(plan, cluster, workload)
     # An A100 takes about two and a half times as long as an H100 for the same share.
     assert 2.2 < busy[4:].min() / busy[:4].max() < 3.5
     assert busy.max() <= found["step_seconds"]

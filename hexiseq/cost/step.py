@@ -154,6 +154,24 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
     )  # fmt: skip
 
 
+def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> np.ndarray:
+    """Seconds of a step that each rank computes, ``[ranks]``: kernels, merges, embedding and loss, but no optimizer.
+
+    Args:
+        places: as of `predict`.
+    """
+    places = match_places(plan, cluster) if places is None else places
+    forwards, linears = passes(workload.recompute)
+    busy = np.zeros(plan.world_size)
+    for kind in replica_kinds(plan, Wires(cluster, places).signature):
+        for model in workload.model.kinds:
+            cost = replica_cost(plan, kind.replica, dataclasses.replace(workload, model=model), places)
+            layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
+            busy[kind.ranks] += model.layers * (layer + cost.attention_backward + cost.merge_backward)
+        busy[kind.ranks] += cost.loss
+    return workload.accumulation * busy
+
+
 def layer_bytes(cost: ReplicaCost, recompute: str) -> np.ndarray:
     """Bytes from rank to rank in one layer of a micro-step, all passes together."""
     forward = cost.heads_in + cost.heads_out + cost.kv

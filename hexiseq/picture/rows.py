@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hexiseq import cost
 from hexiseq.cluster import Cluster
-from hexiseq.cost import Kind, Wires, match_places, optimizer_seconds, passes, replica_cost
+from hexiseq.cost import Kind, Wires, match_places, optimizer_seconds
 from hexiseq.cost.traffic import replica_kinds
 from hexiseq.plan import Interval, Plan, Replica, Shard
 from hexiseq.workload import Workload
@@ -172,17 +172,8 @@ def runs(numbers: Sequence[int], most: int = 3) -> str:
 def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload) -> np.ndarray:
     """Seconds a step that each rank computes by the cost model, ``[ranks]``: kernels, merges, loss and optimizer."""
     places = match_places(plan, cluster)
-    wires = Wires(cluster, places)
-    forwards, linears = passes(workload.recompute)
-    busy = np.zeros(plan.world_size)
-    for kind in replica_kinds(plan, wires.signature):
-        for model in workload.model.kinds:
-            cost = replica_cost(plan, kind.replica, dataclasses.replace(workload, model=model), places)
-            layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
-            busy[kind.ranks] += model.layers * (layer + cost.attention_backward + cost.merge_backward)
-        busy[kind.ranks] += cost.loss
     # One device alone would have all states; it has a share of them.
     one_of_each = {id(place.device): place for place in places}
     optimizer = {key: optimizer_seconds(workload, Wires(cluster, [place])) for key, place in one_of_each.items()}
     own = np.array([optimizer[id(place.device)] for place in places]) / len(places)
-    return workload.accumulation * busy + own
+    return cost.busy_seconds(plan, cluster, workload, places) + own
