@@ -28,12 +28,12 @@ from hexiseq import launch
 from hexiseq.cost import OutOfMemory
 from hexiseq.schedule import IllegalPolicy
 from recipes import job as jobs
-from recipes import plan, profile, simulate
+from recipes import plan, profile, simulate, slurm
 from recipes.report import write_report
 
 ROOT = Path(__file__).resolve().parent
 # Recipes that only compute run in this process; the others run in one process per rank.
-LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run}
+LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run, "slurm": slurm.run}
 RANK_RECIPES = {"pretrain": jobs, "profile": profile}
 
 outcomes: list[str] = []

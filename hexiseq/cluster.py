@@ -272,6 +272,14 @@ class Cluster:
         return Cluster(_label(where, "name", config["name"]), nodes, tuple(links), config.get("namespaces", False))
 
 
+def gres_of(device_type: str, names: Mapping[str, str]) -> str:
+    """What a Slurm site calls a device type: as `names` says, else the text before its first underscore.
+
+    ``h100_sxm`` is ``h100``, ``l40s`` is ``l40s``. The same goes for partitions.
+    """
+    return names.get(device_type) or device_type.partition("_")[0]
+
+
 def device_from_config(config: Mapping[str, Any]) -> Device:
     """One catalogue entry, as ``conf/gpu/*.yaml`` holds it."""
     return _device(_name(config, "type"), config)
