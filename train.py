@@ -2,6 +2,7 @@
 
     python train.py +cluster=h100_a100            # plan, start the ranks, train (or rehearse without those GPUs)
     torchrun --nproc-per-node 3 train.py +cluster=cpu_mixed
+    srun --het-group=0,1 --kill-on-bad-exit=1 python train.py +cluster=h100_a100
     python train.py -m +cluster=cpu_mixed strategy=ring,hexiseq
 
 Exit codes: 0, or 2 for a mistake of the user's (one block on stderr), or 1 for a failed rank or when Hydra refuses.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import os
 import sys
 import traceback
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hexiseq import launch
 from hexiseq.cost import OutOfMemory
+from hexiseq.doctor import Meeting
 from hexiseq.schedule import IllegalPolicy
 from recipes import job as jobs
 from recipes import plan, profile, simulate, slurm
@@ -37,6 +41,9 @@ LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run, "slurm": slurm.run}
 RANK_RECIPES = {"pretrain": jobs, "profile": profile}
 
 outcomes: list[str] = []
+reported: list[Exception] = []
+# Where a launcher started this process: its place among the others, and where it meets them.
+crew: list[tuple[launch.Party, Meeting]] = []
 sweeps: list[Path] = []
 
 
@@ -75,40 +82,101 @@ def main(composed: DictConfig) -> None:
 
 def run(composed: DictConfig, run_dir: Path) -> None:
     config: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    if crew:
+        lead(config, run_dir)
+    elif (job := prepared(config, run_dir)) is not None:
+        launch.start_ranks(command(config["recipe"]["name"], run_dir), job.devices, run_dir)
+
+
+def prepared(config: dict[str, Any], run_dir: Path, members: Sequence[launch.Member] | None = None) -> Any:
+    """The job of a recipe that runs in ranks; None of one that has computed all there is in this process."""
     recipe = config["recipe"]["name"]
     if recipe in LOCAL_RECIPES:
         LOCAL_RECIPES[recipe](config, run_dir)
-    elif recipe not in RANK_RECIPES:
+        return None
+    if recipe not in RANK_RECIPES:
         raise ValueError(f"recipe.name {recipe!r} is not one of {', '.join((*LOCAL_RECIPES, *RANK_RECIPES))}")
-    elif launch.joined():
-        join(lambda: prepared(config, run_dir, ranks=launch.world_size()).to_dict(), recipe)
-    else:
-        job = prepared(config, run_dir)
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        os.environ["PYTHONPATH"] = path
-        command = [sys.executable, "-m", f"recipes.{recipe}", str(run_dir)]
-        launch.start_local(command, job.devices, run_dir)
-
-
-def prepared(config: dict[str, Any], run_dir: Path, ranks: int | None = None) -> Any:
-    preparing = RANK_RECIPES[config["recipe"]["name"]]
-    job = preparing.prepare(config, run_dir, ranks=ranks)
-    preparing.announce(job)
+    if members is None and (nodes := launch.slurm.nodes_of_job()) > 1:
+        raise ValueError(
+            f"this process is alone in a Slurm job of {nodes} nodes; start one on each with srun "
+            "--kill-on-bad-exit=1 python train.py ... (--het-group=0,1 where the job is a heterogeneous one)"
+        )
+    job = RANK_RECIPES[recipe].prepare(config, run_dir, members=members)
+    RANK_RECIPES[recipe].announce(job)
     return job
 
 
-def join(prepare: Any, recipe: str | None) -> None:
-    """Take part in the job a launcher started: rank 0 prepares, the others receive and never compose."""
-    data = launch.broadcast_run(prepare, timeout_seconds=600)
-    name = recipe or data["config"]["recipe"]["name"]
-    # Only ranks pay for importing torch and Lightning.
-    module = importlib.import_module(f"recipes.{name}")
-    job = module.Job.from_dict(data)
-    launch.worker(lambda: module.run(job), job.run_dir)
+def command(recipe: str, run_dir: Path) -> list[str]:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return [sys.executable, "-m", f"recipes.{recipe}", str(run_dir)]
+
+
+def lead(config: dict[str, Any], run_dir: Path) -> None:
+    """Prepare the job of the processes a launcher started, this one being the first of them, and take part in it."""
+    own, meeting = crew[0]
+    there = launch.muster(own, meeting)
+
+    def make() -> dict[str, Any]:
+        # What only computes runs in this process, and asks nothing of the others.
+        if config["recipe"]["name"] in LOCAL_RECIPES:
+            prepared(config, run_dir)
+            return {"job": None}
+        members, ranks = launch.members(own, there, jobs.per_node(config))
+        job = prepared(config, run_dir, members)
+        return {"job": job.to_dict(), "ranks": ranks, "nodes": [entry.node for entry in there],
+                "port": launch.free_port()}  # fmt: skip
+
+    serve(meeting.share(make))
+
+
+def follow() -> int:
+    """Take part in the job of the first process, and never compose. Returns the exit code; the first says why."""
+    own, meeting = crew[0]
+    try:
+        launch.muster(own, meeting)
+        serve(meeting.share(None))
+    except ValueError as error:
+        if not meeting.heard:
+            report(error)  # the first process could not
+        return launch.USER_ERROR_CODE
+    except launch.RankFailed:
+        return 1
+    except launch.Interrupted as error:
+        return error.code
+    return 0
+
+
+def serve(order: dict[str, Any]) -> None:
+    """Be, or start, the ranks of a job that the first process has prepared."""
+    if order["job"] is None:
+        return
+    own, meeting = crew[0]
+    recipe = order["job"]["config"]["recipe"]["name"]
+    job = RANK_RECIPES[recipe].Job.from_dict(order["job"])
+    if not own.agents:
+        # Only ranks pay for importing torch and Lightning.
+        module = importlib.import_module(f"recipes.{recipe}")
+        launch.worker(lambda: module.run(job), job.run_dir, job.devices)
+        return
+    if not (job.run_dir / "job.json").exists():  # nodes need not share their files
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        (job.run_dir / "job.json").write_text(json.dumps(order["job"]))
+    agents = launch.agents(own, meeting, order["nodes"], order["ranks"], order["port"])
+    try:
+        launch.start_ranks(command(recipe, job.run_dir), job.devices, job.run_dir, agents)
+    except (ValueError, launch.RankFailed) as error:
+        if agents is not None:
+            if own.number == 0:
+                report(error)
+                reported.append(error)
+            launch.say_last(agents, said=own.number == 0)
+        raise
 
 
 def report(error: Exception) -> None:
-    """One short block on stderr; the traceback only when Hydra's switch for it is set."""
+    """One short block on stderr, once; the traceback only when Hydra's switch for it is set."""
+    if error in reported:
+        return
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr, flush=True)
@@ -155,27 +223,26 @@ def make_folder(arguments: Sequence[str], key: str) -> None:
 
 
 def start() -> int:
+    launch.hold_signals()
     multirun = any(argument in ("-m", "--multirun") for argument in sys.argv[1:])
     outcomes.clear()
     sweeps.clear()
-    if launch.joined():
-        if multirun:
-            if launch.rank() == 0:
-                report(
-                    ValueError(
-                        f"-m runs many jobs, the launcher started {launch.world_size()} ranks for one; "
+    crew.clear()
+    try:
+        own = launch.party()
+        if own is not None:
+            if multirun and (own.size > 1 or not own.agents):
+                if own.number == 0:
+                    raise ValueError(
+                        f"-m runs many jobs, the launcher started {own.size} processes for one; "
                         "run the sweep with plain python, which starts each job's ranks itself"
                     )
-                )
-            return launch.USER_ERROR_CODE
-        if launch.rank() != 0:
-            try:
-                join(None, None)
-            except ValueError:
-                # Rank 0 prints it.
                 return launch.USER_ERROR_CODE
-            return 0
-    try:
+            launch.become_rank(own)
+            waiting = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())["launch"]["timeout_seconds"]
+            crew.append((own, launch.meet(own, launch.told(sys.argv[1:], "launch.timeout_seconds", waiting))))
+            if own.number != 0:
+                return follow()
         make_folder(sys.argv[1:], "hydra.sweep.dir" if multirun else "hydra.run.dir")
     except ValueError as error:
         report(error)

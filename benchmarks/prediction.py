@@ -155,7 +155,7 @@ def run_setting(setting: Setting, rates: Mapping[str, Any], profile: bool) -> di
         job = jobs.prepare(config, run_dir)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "benchmarks.probe", str(run_dir), *(["profile"] if profile else [])]
-        launch.start_local(command, job.plan.devices, run_dir)
+        launch.start_ranks(command, job.plan.devices, run_dir)
         with (run_dir / "metrics.csv").open(newline="") as file:
             seconds = [float(row["step_seconds"]) for row in csv.DictReader(file) if row.get("step_seconds")]
         ranks = [json.loads((run_dir / f"probe-{rank}.json").read_text()) for rank in range(job.plan.world_size)]

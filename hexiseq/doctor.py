@@ -159,6 +159,9 @@ class Meeting:
         store: of torch.distributed; ranks reach it before there is a process group.
         timeout_seconds: of every wait.
         who: what to call a rank in messages.
+
+    Attributes:
+        heard: rank 0 has told this one why all end, and so says it itself.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Meeting:
     ) -> None:
         self.rank, self.ranks, self.who = rank, ranks, who
         self._store, self._timeout, self._number = store, timeout_seconds, itertools.count()
+        self.heard = False
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value`, by rank; plain containers.
@@ -191,9 +195,58 @@ class Meeting:
             answer = json.loads(self._store.get(f"{place}/all"))
         if answer["missing"]:
             names = ", ".join(self.who(rank) for rank in answer["missing"])
+            self.heard = answer["missing"] != [0]
             self.leave()
             raise ValueError(f"{what}: {names} did not answer within {self._timeout:g} s; see its log, or leave it out")
         return answer["values"]
+
+    def share(self, make: Callable[[], Any] | None) -> Any:
+        """What rank 0 makes, to all; plain containers.
+
+        Args:
+            make: called on rank 0 alone. Its ValueError reaches all.
+
+        Raises:
+            ValueError: on all ranks, what `make` raised; or rank 0 gave nothing in time.
+        """
+        place = f"{next(self._number)}"
+        if self.rank == 0:
+            assert make is not None
+            answer: dict[str, Any] = {"error": "rank 0 failed; see its output"}
+            try:
+                answer = {"value": make()}
+            except ValueError as error:
+                answer = {"error": str(error)}
+                raise
+            finally:
+                self._store.set(f"{place}/made", json.dumps(answer))
+                if "error" in answer:
+                    self.leave()
+            return answer["value"]
+        if self._missing(place, ["made"], self._timeout):
+            raise ValueError(f"{self.who(0)} did not answer within {self._timeout:g} s; see its output")
+        answer = json.loads(self._store.get(f"{place}/made"))
+        if "error" in answer:
+            self.heard = True
+            self.leave()
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a value, a plain container, for whoever looks; a name is used once."""
+        self._store.set(f"post/{name}", json.dumps(value))
+
+    def posted(self, name: str) -> bool:
+        """Whether somebody has left a value of that name. Raises RuntimeError where the store is gone."""
+        return self._store.check([f"post/{name}"])
+
+    def read(self, name: str) -> Any:
+        """The value somebody has left."""
+        return json.loads(self._store.get(f"post/{name}"))
+
+    def missing(self, names: Sequence[str], seconds: float) -> list[str]:
+        """Those of `names` that nobody leaves a value for within the time."""
+        return self._missing("post", names, seconds)
 
     def leave(self) -> None:
         """Before ending on an error: rank 0, who may host the store, stays until the others know why."""

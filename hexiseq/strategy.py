@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,11 +42,11 @@ from typing_extensions import override
 from hexiseq import doctor
 from hexiseq.attention import runtime_for
 from hexiseq.cluster import Cluster
+from hexiseq.launch.roster import Identity, match_ranks
 from hexiseq.models import IGNORED, PlanHolder, apply_recompute, decoder_layers, materialize, prepare
-from hexiseq.plan import Plan, align
+from hexiseq.plan import Plan
 from hexiseq.workload import Workload
 
-Identity = tuple[str, str]
 # plan.dtype -> (type of the parameters kept, type they are gathered in)
 _PARAMETERS = {
     "float64": (torch.float64, None),
@@ -81,38 +80,6 @@ def identify(device: torch.device) -> Identity:
     """
     found = doctor.driver_name(device)
     return os.environ.get("HEXISEQ_DEVICE_TYPE", found), os.environ.get("HEXISEQ_NODE", socket.gethostname())
-
-
-def match_ranks(plan: Plan, found: Sequence[Identity], names: Mapping[str, Sequence[str]] | None = None) -> Plan:
-    """The plan with its ranks renamed so that each runs on a device of its type, on one node with the same others.
-
-    Nodes match by name where the ranks report names of the plan; else by the device types they hold.
-
-    Args:
-        found: per rank, device type and node.
-        names: device type -> what the driver calls it (`doctor.recognise`).
-
-    Raises:
-        ValueError: with a table of expected and found devices.
-    """
-    known = {device.type for device in plan.devices}
-    types = [_type_of(reported, known, names or {}) for reported, _ in found]
-    there = _by_node(types, [node for _, node in found])
-    wanted = _by_node([device.type for device in plan.devices], [device.node for device in plan.devices])
-    if set(there) == set(wanted):
-        pairs = list(zip(sorted(wanted), sorted(there), strict=True))
-    else:
-        # Nodes with the same devices are interchangeable; sorting puts them side by side.
-        alike = [sorted((_kind(nodes[name]), name) for name in nodes) for nodes in (wanted, there)]
-        pairs = [(a, b) for (_, a), (_, b) in zip(*alike, strict=False)]
-    if len(there) != len(wanted) or any(_kind(wanted[a]) != _kind(there[b]) for a, b in pairs):
-        raise ValueError(_mismatch(plan, found, types))
-    new_rank = [0] * plan.world_size
-    for planned, real in pairs:
-        for kind, ranks in wanted[planned].items():
-            for old, new in zip(ranks, there[real][kind], strict=True):
-                new_rank[old] = new
-    return plan.relabel(new_rank)
 
 
 class HexiSeqStrategy(ModelParallelStrategy):
@@ -693,37 +660,3 @@ def _local_grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     grads = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     return [g for g in local if g.numel()]
-
-
-def _type_of(found: str, known: set[str], names: Mapping[str, Sequence[str]]) -> str:
-    """The plan's device type a rank's reported name stands for; the name itself where it stands for none."""
-    if found in known:
-        return found
-    return doctor.recognise(found, {kind: names.get(kind, ()) for kind in known}) or found
-
-
-def _by_node(types: Sequence[str], nodes: Sequence[str]) -> dict[str, dict[str, list[int]]]:
-    """Node -> device type -> ranks."""
-    table: dict[str, dict[str, list[int]]] = {}
-    for rank, (kind, node) in enumerate(zip(types, nodes, strict=True)):
-        table.setdefault(node, {}).setdefault(kind, []).append(rank)
-    return table
-
-
-def _kind(node: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-    return sorted((kind, len(ranks)) for kind, ranks in node.items())
-
-
-def _mismatch(plan: Plan, found: Sequence[Identity], types: Sequence[str]) -> str:
-    expected = Counter((device.node, device.type) for device in plan.devices)
-    there = Counter((node, kind) for kind, (_, node) in zip(types, found, strict=True))
-    rows = [
-        [node, kind, str(expected[node, kind]), str(there[node, kind])] for node, kind in sorted({*expected, *there})
-    ]
-    return "\n".join(
-        [
-            f"the job's {len(found)} ranks are not the plan's {plan.world_size} devices:",
-            *align(["node", "device type", "expected", "found"], rows),
-            "start one rank on each device of the plan, or plan for the devices there are",
-        ]
-    )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hexiseq import picture, testbed
+from hexiseq import launch, picture, testbed
 from hexiseq.cluster import Cluster, Place, device_from_config
 from hexiseq.cost import match_places, predict
 from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, RankDevice, table
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Config = dict[str, Any]
 
 MOST_TIMEOUT_SECONDS = 7 * 86400
+CHECKPOINT_PARTS = (".metadata", "meta.pt")  # written last
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -91,22 +93,26 @@ class Job:
         )
 
 
-def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, Workload, Plan]:
+def solve_config(config: Config, *, members: Sequence[launch.Member] | None = None) -> tuple[Cluster, Workload, Plan]:
     """Cluster, workload and plan of a configuration.
 
     Args:
-        ranks: ranks a launcher has started already; the cluster must have exactly that many devices.
+        members: the ranks a launcher has started already or is about to; they must be the cluster's devices, or the
+            cluster is taken to be what they are, as `launch.mismatch` says. The plan's ranks are numbered as theirs.
 
     Raises:
         ValueError: anything the user can put right, before any process starts.
     """
     _check(config)
-    cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else detect(config, ranks)
-    if ranks is not None and ranks != len(cluster.places):
-        raise ValueError(
-            f"the launcher started {ranks} ranks, cluster {cluster.name!r} has {len(cluster.places)} devices "
-            f"({_summary(cluster)}); start as many ranks as devices, or choose another cluster"
-        )
+    cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else detect(config, members)
+    present = None
+    if members is not None:
+        on_gpus = config.get("cluster") and any(device.vendor != "cpu" for device in cluster.devices)
+        present = launch.roster(members, cluster if on_gpus else None, config["slurm"]["gres"])
+        print(present.table(), flush=True)
+        cluster, warning = launch.reconcile(cluster, present, config["launch"]["mismatch"])
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     workload = workload_of(config, cluster)
     strategy = config["strategy"]
     manual = None
@@ -122,7 +128,7 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         keep = False if keep == "auto" else keep
     open_modes = modes(workload, None if recompute == "auto" else recompute, None if keep == "auto" else keep)
     # Ranks started here sit on the GPUs in their order, so that none that was detected can be left out.
-    seated = ranks is not None or (not config.get("cluster") and any(d.vendor != "cpu" for d in cluster.devices))
+    seated = present is not None or (not config.get("cluster") and any(d.vendor != "cpu" for d in cluster.devices))
     plan, workload = solve_modes(
         cluster,
         open_modes,
@@ -133,6 +139,8 @@ def solve_config(config: Config, *, ranks: int | None = None) -> tuple[Cluster, 
         drop_devices=strategy["drop_devices"] and not seated,
         time_limit_seconds=strategy["time_limit_seconds"],
     )
+    if present is not None and present.known:
+        plan = launch.match_ranks(plan, present.identities)
     return cluster, workload, plan
 
 
@@ -168,13 +176,18 @@ def common_dtype(wanted: str, cluster: Cluster) -> str:
     return wanted
 
 
-def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
+def prepare(config: Config, run_dir: Path, *, members: Sequence[launch.Member] | None = None) -> Job:
     """Plan the run, rehearse it where the cluster's devices are absent, and write the run folder's files.
+
+    Args:
+        members: of `solve_config`.
 
     Raises:
         ValueError: anything the user can put right, before any process starts.
     """
-    cluster, workload, plan = solve_config(config, ranks=ranks)
+    cluster, workload, plan = solve_config(config, members=members)
+    if config["ckpt_path"] == "auto":
+        config = {**config, "ckpt_path": newest_checkpoint(run_dir)}
     config = {**config, "strategy": {**config["strategy"], "recompute": plan.recompute,
                                      "keep_parameters": workload.keep_parameters}}  # fmt: skip
     if plan.dtype == "float16":
@@ -216,6 +229,24 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None) -> Job:
     (run_dir / "job.json").write_text(json.dumps(job.to_dict()))
     picture.draw(run_dir, target or plan, cluster, workload, rehearsal=target is not None)
     return job
+
+
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """The checkpoint a run that was cut off goes on from: the last whole one of its folder, if there is one."""
+    steps = {}
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        number = folder.name.removeprefix("step-")
+        if number.isdigit() and all((folder / part).is_file() for part in CHECKPOINT_PARTS):
+            steps[int(number)] = folder
+    return str(steps[max(steps)]) if steps else None
+
+
+def per_node(config: Config) -> list[int] | None:
+    """Devices of the cluster, node after node; None where no cluster is named."""
+    if not config.get("cluster"):
+        return None
+    places = Cluster.from_config(config["cluster"]).places
+    return [len(list(there)) for _, there in itertools.groupby(places, key=lambda place: place.node)]
 
 
 def make_folder(folder: Path, key: str = "hydra.run.dir") -> None:
@@ -265,7 +296,7 @@ def _check_training(config: Config) -> None:
     if path is not None:
         if not isinstance(path, str) or not Path(path).exists():
             raise ValueError(f"ckpt_path {path!r} does not exist; {example}")
-        for part in (".metadata", "meta.pt"):
+        for part in CHECKPOINT_PARTS:
             if not (Path(path) / part).is_file():
                 raise ValueError(f"ckpt_path {path!r} is no whole checkpoint: it lacks {part}; {example}")
     CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=weights)
@@ -312,24 +343,26 @@ def _rehearse(config: Config, workload: Workload, plan: Plan) -> tuple[Config, P
     return config, dataclasses.replace(small, predicted=predict(small, here, small_workload))
 
 
-def detect(config: Config, ranks: int | None = None) -> Cluster:
+def detect(config: Config, members: Sequence[launch.Member] | None = None) -> Cluster:
     """The devices at hand as a cluster, as measured before or measured now (`recipes.profile`).
 
     That is done by processes of their own: CUDA must not be initialised in this one.
 
     Args:
-        ranks: how many ranks there will be; None: one per GPU, or per CPU core up to four.
+        members: the ranks there will be; None: one per GPU, or per CPU core up to four.
 
     Raises:
         ValueError: measuring failed, or the ranks a launcher started are on several machines.
     """
-    if ranks is not None and (here := int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) != ranks:
+    ranks = None if members is None else len(members)
+    if members is not None and len(nodes := dict.fromkeys(member.node for member in members)) > 1:
         raise ValueError(
-            f"{here} of the {ranks} ranks are on this machine, and without +cluster only one machine is measured; run "
-            "recipe=profile recipe.save=NAME under the same launcher once, then +cluster=NAME"
+            f"the {ranks} ranks are on {len(nodes)} nodes ({', '.join(list(nodes)[:4])}), and without +cluster only "
+            "one machine is measured; run recipe=profile recipe.save=NAME under the same launcher once, then "
+            "+cluster=NAME"
         )
     # Where a launcher started this process, its variables are not for those that measure.
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     paths = [str(CONF.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -347,13 +380,6 @@ def detect(config: Config, ranks: int | None = None) -> Cluster:
     if answer["warning"]:
         print(f"warning: {answer['warning']}", file=sys.stderr, flush=True)
     return Cluster.from_config(answer["cluster"])
-
-
-def _summary(cluster: Cluster) -> str:
-    counts: dict[str, int] = {}
-    for place in cluster.places:
-        counts[place.device.type] = counts.get(place.device.type, 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -392,6 +418,12 @@ def _check(config: Config) -> None:
         raise ValueError(
             f"strategy.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {timeout!r}"
         )
+    launched = config["launch"]
+    if launched["mismatch"] not in launch.MISMATCH:
+        raise ValueError(f"launch.mismatch {launched['mismatch']!r} is not one of {', '.join(launch.MISMATCH)}")
+    seconds = launched["timeout_seconds"]
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= MOST_TIMEOUT_SECONDS:
+        raise ValueError(f"launch.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {seconds!r}")
     strategy = config["strategy"]
     if not isinstance(strategy["drop_devices"], bool):
         raise ValueError(f"strategy.drop_devices must be true or false, got {strategy['drop_devices']!r}")

@@ -152,4 +152,5 @@ def peaks(job: Job) -> dict[str, float]:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    launch.worker(lambda: run(load(run_dir)), run_dir)
+    job = load(run_dir)
+    launch.worker(lambda: run(job), run_dir, job.devices)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +82,26 @@ class Job:
         )
 
 
-def prepare(config: Config, run_dir: Path, *, ranks: int | None = None, quiet: bool = False) -> Job:
+def prepare(
+    config: Config,
+    run_dir: Path,
+    *,
+    members: Sequence[launch.Member] | None = None,
+    ranks: int | None = None,
+    quiet: bool = False,
+) -> Job:
     """Find out which ranks there will be and write the run folder's files.
 
     Args:
-        ranks: ranks a launcher has started already, or wanted on this machine; None: those of the cluster, else one for
-            each GPU, or each CPU core up to `MOST_CPU_RANKS`.
+        members: the ranks a launcher has started already or is about to.
+        ranks: wanted on this machine; None: those of the cluster, else one for each GPU, or each CPU core up to
+            `MOST_CPU_RANKS`.
 
     Raises:
         ValueError: anything the user can put right, before any process starts.
     """
     _check(config)
+    ranks = ranks if members is None else len(members)
     cluster = Cluster.from_config(config["cluster"]) if config.get("cluster") else None
     devices: tuple[RankDevice, ...]
     if cluster is None:
@@ -111,7 +120,7 @@ def prepare(config: Config, run_dir: Path, *, ranks: int | None = None, quiet: b
         devices = tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in cluster.places)
         on_gpus = any(device.vendor != "cpu" for device in cluster.devices)
         most = _gpus() if on_gpus else None
-    if most is not None and not launch.joined() and len(devices) > most:
+    if most is not None and members is None and len(devices) > most:
         raise ValueError(f"{len(devices)} ranks are wanted, this machine has {most} GPUs; start them on all nodes with "
                          "torchrun or srun, or measure fewer")  # fmt: skip
     places = cluster.places if cluster and not on_gpus else ()
@@ -248,7 +257,7 @@ def quick(config: Config, ranks: int | None) -> dict[str, Any]:
             note = f"this machine as measured on {when} ({cache.path_of(key)}); recipe=profile measures it again"
             return {"cluster": kept[0], "note": note, "warning": None}
         began = time.perf_counter()
-        launch.start_local([sys.executable, "-m", "recipes.profile", folder], job.devices, job.run_dir)
+        launch.start_ranks([sys.executable, "-m", "recipes.profile", folder], job.devices, job.run_dir)
         cluster = yaml.safe_load((Path(folder) / "cluster.yaml").read_text())["cluster"]
         took = time.perf_counter() - began
         kept_now = cache.load(key) is not None

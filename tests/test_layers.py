@@ -23,7 +23,7 @@ ALLOWED = {
     "picture": {"plan", "cluster", "workload", "cost", "simulate"},
     "rehearsal": {"plan", "cluster"},
     "testbed": {"cluster"},
-    "launch": {"plan", "testbed"},
+    "launch": {"plan", "cluster", "testbed", "doctor"},
     "doctor": {"plan"},
     "profile": {"plan", "cluster", "workload", "attention", "doctor"},
     "testing": {"plan"},

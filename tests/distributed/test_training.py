@@ -11,8 +11,9 @@ import training_cases as cases
 from training_cases import CONFIG, NO_TOKENS, PACKED, REPLICAS, TWO, UNEVEN, WINDOWS, make_plan
 
 from hexiseq.data import restarted_positions
+from hexiseq.launch import match_ranks
 from hexiseq.plan import Plan, RankDevice, make_replica
-from hexiseq.strategy import HexiSeqStrategy, match_ranks
+from hexiseq.strategy import HexiSeqStrategy
 
 START_UP = 180.0  # the first case imports Lightning and transformers in every rank
 

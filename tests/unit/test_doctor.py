@@ -148,7 +148,7 @@ def test_a_job_of_unlike_ranks_ends_before_its_process_group(tmp_path: Path, mon
     (tmp_path / "worker.py").write_text(CLAIMING)
     command = [sys.executable, str(tmp_path / "worker.py"), str(tmp_path)]
     with pytest.raises(ValueError, match=r"2\.0\.0 on rank 1") as stopped:
-        launch.start_local(command, even_plan().devices, tmp_path)
+        launch.start_ranks(command, even_plan().devices, tmp_path)
     reports = sorted((tmp_path / "logs").glob("rank*.error"))
     assert len(reports) == 2
     for path in reports:

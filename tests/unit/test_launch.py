@@ -43,7 +43,7 @@ def plan(ranks: int) -> Plan:
 
 def start(run_dir: Path, what: str) -> None:
     (run_dir / "worker.py").write_text(WORKER)
-    launch.start_local([sys.executable, str(run_dir / "worker.py"), str(run_dir), what], plan(3).devices, run_dir)
+    launch.start_ranks([sys.executable, str(run_dir / "worker.py"), str(run_dir), what], plan(3).devices, run_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -102,37 +102,29 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_rank_0_prepared_reaches_all_joined_ranks(tmp_path: Path, fails: bool) -> None:
+def test_what_the_first_process_prepared_reaches_all(tmp_path: Path, fails: bool) -> None:
     code = """
 import sys
 from hexiseq import launch
-assert launch.joined()
+own = launch.party()
 def prepare():
     if sys.argv[1] == "True":
         raise ValueError("no such cluster")
-    return {"plan": [1, 2], "rank": launch.rank()}
+    return {"plan": [1, 2], "rank": own.number}
 try:
-    run = launch.broadcast_run(prepare if launch.rank() == 0 else None, 30)
-    assert run == {"plan": [1, 2], "rank": 0}
+    meeting = launch.meet(own, 30)
+    assert [entry.ranks for entry in launch.muster(own, meeting)] == [1, 1]
+    assert meeting.share(None if own.number else prepare) == {"plan": [1, 2], "rank": 0}
 except ValueError as error:
-    assert str(error) == "no such cluster" and sys.argv[1] == "True"
+    assert str(error) == "no such cluster" and sys.argv[1] == "True" and meeting.heard == (own.number > 0)
     sys.exit(7)
 """
     port = str(29000 + os.getpid() % 20000)
+    environments = [{"RANK": f"{r}", "LOCAL_RANK": f"{r}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": port} for r in range(2)]  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(fails)],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "RANK": str(r),
-                "LOCAL_RANK": str(r),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-        )
-        for r in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(fails)], cwd=ROOT, env={**os.environ, **environment})
+        for environment in environments
     ]
     assert [process.wait(timeout=90) for process in ranks] == ([7, 7] if fails else [0, 0])
 

@@ -1,0 +1,159 @@
+"""One rank: its log, its signals, its place on the machine, and how its errors reach those who started it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from hexiseq import testbed
+from hexiseq.launch import slurm
+from hexiseq.plan import RankDevice
+
+log = logging.getLogger(__name__)
+
+USER_ERROR_CODE = 2
+ENDED_CODE = 128 + signal.SIGTERM
+STOP_SIGNAL = signal.SIGUSR1  # asks a run to keep what it has and end
+_asked: list[int] = []
+
+
+def rank() -> int:
+    """Global rank of this process; 0 where nothing was launched."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def worker(main: Callable[[], None], run_dir: Path, devices: Sequence[RankDevice] = ()) -> None:
+    """Run one rank's work: its output goes to ``logs/rankN.log`` (rank 0 also keeps the terminal), errors become
+    a report the parent can read and an exit code: 2 for a ValueError, 1 for anything else.
+
+    Args:
+        devices: one a rank, to name it by.
+    """
+    _die_with_parent()
+    _end_at_once_when_asked()
+    _listen()
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"rank{rank()}.log"
+    terminal = os.dup(sys.stderr.fileno())
+    if rank() != 0:
+        with path.open("a") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    kind = devices[rank()].type if devices else "device"
+    who = f"rank {rank()} ({kind} on {socket.gethostname()})"
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {who} %(name)s: %(message)s", handlers=[logging.FileHandler(path)]
+    )
+    try:
+        main()
+    except BaseException as error:  # some of torch's errors are not Exceptions
+        text = traceback.format_exc()
+        with path.open("a") as file:
+            file.write(text)
+        user = isinstance(error, ValueError)
+        message = str(error) if user else f"{type(error).__name__}: {error}"
+        (logs / f"rank{rank()}.error").write_text(json.dumps({"user": user, "message": message, "time": time.time()}))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if "HEXISEQ_PARENT" not in os.environ and (rank() == 0 or not user):
+            # No parent of ours reads the report. A user's mistake is every rank's, with one text.
+            last = f"error: {error}" if user else f"error: {who} failed: {message}\nLog: {path}"
+            os.write(terminal, f"{last}\n".encode())
+        # Interpreter shutdown can hang in a collective library that still waits for peers.
+        os._exit(USER_ERROR_CODE if user else 1)
+
+
+def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
+    """Put this CPU rank on its device: quota, network, pinned to its cores, one thread a core; say which device it is.
+
+    Args:
+        cores: per rank, the cores it is pinned to; empty leaves it where the system puts it.
+        berths: per rank, where `testbed.build` has made room for it.
+    """
+    import torch
+
+    testbed.enter(berths[rank()])
+
+    mine = cores[rank()]
+    usable = sorted(set(mine) & os.sched_getaffinity(0)) if mine and hasattr(os, "sched_setaffinity") else []
+    if usable:
+        os.sched_setaffinity(0, usable)
+    elif mine:
+        log.warning("rank %d: cores %s are not available here; not pinned", rank(), list(mine))
+    torch.set_num_threads(max(1, len(mine)))
+    device = devices[rank()]
+    os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
+    os.environ["HEXISEQ_NODE"] = device.node
+
+
+def hold_signals() -> None:
+    """Let requests to stop wait until a rank listens; to be called first by what starts ranks.
+
+    Slurm sends them to every process of a step. What is blocked here is blocked in the processes this one starts, and
+    reaches them once they listen.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+
+
+def asked_to_stop() -> bool:
+    """Whether this rank has got `STOP_SIGNAL`: Slurm's warning that the time is up or somebody else comes first."""
+    return bool(_asked)
+
+
+def requeue() -> None:
+    """Say how a run that was asked to stop goes on; a Slurm job is put back into the queue. Rank 0's alone."""
+    if slurm.job_id() is None:
+        print("stopped as asked; go on with ckpt_path=auto and the same run folder", flush=True)
+    elif (reason := slurm.requeue()) is None:
+        print(f"stopped as asked; job {slurm.job_id()} is back in the queue", flush=True)
+    else:
+        print(f"stopped as asked; job {slurm.job_id()} was not put back into the queue ({reason}): submit it again "
+              "with ckpt_path=auto and the same run folder", flush=True)  # fmt: skip
+
+
+def _listen() -> None:
+    def note(number: int, _: FrameType | None) -> None:
+        _asked.append(number)
+
+    signal.signal(STOP_SIGNAL, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
+
+
+def _end_at_once_when_asked() -> None:
+    """A rank that waits inside a collective runs no Python signal handler; a thread of its own ends it all the same."""
+    asked = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
+
+    def end() -> None:
+        signal.sigwait(asked)
+        os._exit(ENDED_CODE)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this rank when the process that started it dies, however it dies (Linux)."""
+    parent = os.environ.get("HEXISEQ_PARENT")
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)
