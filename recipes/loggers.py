@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
@@ -57,10 +58,27 @@ def check(config: dict[str, Any]) -> None:
 
 def loggers(job: Job) -> list[Logger]:
     """The run's loggers. W&B is rank 0's alone, and one run a job."""
-    chosen: list[Logger] = [CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)]
+    earlier = _earlier_rows(job) if launch.rank() == 0 else []
+    metrics = CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)
+    if launch.rank() == 0:
+        # Lightning starts the file anew.
+        metrics.experiment.metrics += earlier
+        metrics.save()
+    chosen: list[Logger] = [metrics]
     if job.config["logger"]["name"] == "wandb" and launch.rank() == 0:
         chosen.append(WandbLogger(experiment=start_wandb(job)))
     return chosen
+
+
+def _earlier_rows(job: Job) -> list[dict[str, Any]]:
+    """Rows of metrics.csv up to the checkpoint that a run goes on from in its own folder."""
+    checkpoint, path = job.config["ckpt_path"], job.run_dir / "metrics.csv"
+    if checkpoint is None or Path(checkpoint).parent.parent.resolve() != job.run_dir.resolve() or not path.is_file():
+        return []
+    last = int(Path(checkpoint).name.removeprefix("step-"))
+    with path.open(newline="") as file:
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    return [row for row in rows if int(row["step"]) <= last]
 
 
 def start_wandb(job: Job) -> Any:
@@ -71,7 +89,12 @@ def start_wandb(job: Job) -> Any:
     import wandb
 
     settings = job.config["logger"]
-    number = earlier_run(job.config["ckpt_path"]) if settings["resume"] else _new_id()
+    if settings["resume"]:
+        number = earlier_run(job.config["ckpt_path"])
+    elif (job.run_dir / RUN_FILE).is_file():  # the same run, started again
+        number = _id_in(job.run_dir / RUN_FILE)
+    else:
+        number = _new_id()
     online = settings["mode"] == "online"
     offline = f"logging offline, to be sent later with wandb sync {job.run_dir}/wandb/offline-run-*"
     if online and (reason := _no_key()):
@@ -137,20 +160,23 @@ def earlier_run(ckpt_path: str | None) -> str:
     folder = Path(ckpt_path).resolve()
     for parent in (folder, *folder.parents[:2]):
         if (parent / RUN_FILE).is_file():
-            try:
-                number = json.loads((parent / RUN_FILE).read_text())["id"]
-            except (ValueError, KeyError, TypeError):
-                number = None
-            if not isinstance(number, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", number):
-                raise ValueError(
-                    f"logger.resume=true: {parent / RUN_FILE} is not what a run writes; leave logger.resume at false "
-                    "for a new run"
-                )
-            return number
+            return _id_in(parent / RUN_FILE)
     raise ValueError(
         f"logger.resume=true: there is no {RUN_FILE} beside ckpt_path {ckpt_path!r}, in it or up to two folders above; "
         "it was not trained with logger=wandb, or the run folder was moved. Leave logger.resume at false for a new run"
     )
+
+
+def _id_in(path: Path) -> str:
+    try:
+        number = json.loads(path.read_text())["id"]
+    except (ValueError, KeyError, TypeError):
+        number = None
+    if not isinstance(number, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", number):
+        raise ValueError(
+            f"logger=wandb: {path} is not what a run writes; without it, and with logger.resume=false, a new run starts"
+        )
+    return number
 
 
 def _new_id() -> str:

@@ -52,7 +52,7 @@ def run(job: Job) -> None:
     module = CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=model["weights"])
     data = data_module(config)
     terminal = sys.stdout.isatty() and launch.rank() == 0
-    watchers = callbacks(job, terminal)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"], launch.asked_to_stop)
     chosen = loggers(job)
     failed = True
     try:
@@ -63,7 +63,7 @@ def run(job: Job) -> None:
             strategy=strategy,
             plugins=[Launched()],
             logger=chosen,
-            callbacks=watchers,
+            callbacks=[*callbacks(job, terminal), checkpoints],
             max_epochs=-1,
             inference_mode=False,  # validation without gradients, but with tensors that training can go on using
             max_steps=trainer_config["max_steps"],
@@ -87,6 +87,8 @@ def run(job: Job) -> None:
     finally:
         finish(chosen, job.run_dir, failed)
     dist.destroy_process_group()
+    if checkpoints.stopped and launch.rank() == 0:
+        launch.requeue()
 
 
 def quiet() -> None:
@@ -115,7 +117,7 @@ def validation(job: Job) -> dict[str, Any]:
 
 
 def callbacks(job: Job, terminal: bool) -> list[pl.Callback]:
-    """What the run shows, logs and keeps."""
+    """What the run shows and logs."""
     config = job.config["trainer"]
     traced = config["trace_steps"]
     chosen: list[pl.Callback] = [
@@ -125,8 +127,7 @@ def callbacks(job: Job, terminal: bool) -> list[pl.Callback]:
             print_every=0 if terminal else config["print_every"] or 0,
             split_every=config["split_every"],
             folder=job.run_dir,
-        ),
-        Checkpoints(job.run_dir / "checkpoints", config["checkpoint_every"]),
+        )
     ]
     if traced is not None:
         chosen.append(Traces(job.run_dir / "traces", (traced[0], traced[1])))

@@ -108,7 +108,7 @@ class Throughput(pl.Callback):
         assert self._watch is not None
         assert self._memory is not None
         self._data_seconds += self._watch.take(_DATA)
-        _hexiseq(trainer).counters = {
+        _hexiseq(trainer).counters |= {
             "flops": self._flops,
             "data_wait_seconds": self._data_seconds,
             "memory_gb": self._memory.gb(),
