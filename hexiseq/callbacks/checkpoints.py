@@ -55,6 +55,7 @@ class Checkpoints(pl.Callback):
             trainer.save_checkpoint(self._folder / f"step-{step}")
         if asked and step != trainer.max_steps:
             self.stopped = trainer.should_stop = True
+            trainer.limit_val_batches = 0  # what is left of the time is not for it
 
 
 def _strategy(trainer: pl.Trainer) -> HexiSeqStrategy:

@@ -18,6 +18,7 @@ from hexiseq.launch.party import (
     muster,
     party,
     told,
+    visible_gpus,
 )
 from hexiseq.launch.roster import MISMATCH, Member, Roster, match_ranks, reconcile, roster
 from hexiseq.launch.worker import (
@@ -63,6 +64,7 @@ __all__ = [
     "slurm",
     "start_ranks",
     "told",
+    "visible_gpus",
     "worker",
     "world_size",
 ]

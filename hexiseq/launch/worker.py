@@ -109,6 +109,8 @@ def hold_signals() -> None:
     Slurm sends them to every process of a step. What is blocked here is blocked in the processes this one starts, and
     reaches them once they listen.
     """
+    # Threads that are there already do not block it.
+    signal.signal(STOP_SIGNAL, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
 
 
