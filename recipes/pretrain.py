@@ -12,24 +12,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
 
 from hexiseq import HexiSeqStrategy, launch, picture
 from hexiseq.callbacks import Checkpoints, Throughput, Traces
+from hexiseq.environment import Launched
 from hexiseq.module import CausalLM
 from hexiseq.workload import ModelShape
 from recipes.job import Job, data_module, load
 from recipes.loggers import finish, loggers
-
-
-class Launched(TorchElasticEnvironment):
-    """The launcher's world as it is: nodes may have different numbers of ranks, which Lightning's own check refuses."""
-
-    @override
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        pass
 
 
 def run(job: Job) -> None:

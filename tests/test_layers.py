@@ -33,6 +33,7 @@ ALLOWED = {
     "documents": {"plan"},
     "data": {"plan", "documents"},
     "strategy": {"plan", "cluster", "workload", "schedule", "attention", "models", "data", "launch", "doctor"},
+    "environment": {"launch"},
     "module": {"plan", "models", "strategy"},
     "callbacks": {"plan", "workload", "attention", "strategy"},
     "__init__": {"strategy"},

@@ -123,7 +123,7 @@ def start_ranks(
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        codes = {first + local: failure.exitcode for local, failure in error.failures.items()}
+        codes = {failed: failure.exitcode for failed, failure in error.failures.items()}
         raise _explain(*_gather(codes, logs, watch), logs, devices) from None
     except SignalException as error:
         if watch is not None and watch.heard:

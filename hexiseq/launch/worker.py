@@ -47,7 +47,7 @@ def worker(main: Callable[[], None], run_dir: Path, devices: Sequence[RankDevice
     """
     _die_with_parent()
     _end_at_once_when_asked()
-    _listen()
+    listen()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank{rank()}.log"
@@ -114,6 +114,16 @@ def hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
 
 
+def listen() -> None:
+    """Note requests to stop from now on, those that were held back among them."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        _asked.append(number)
+
+    signal.signal(STOP_SIGNAL, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
+
+
 def asked_to_stop() -> bool:
     """Whether this rank has got `STOP_SIGNAL`: Slurm's warning that the time is up or somebody else comes first."""
     return bool(_asked)
@@ -128,14 +138,6 @@ def requeue() -> None:
     else:
         print(f"stopped as asked; job {slurm.job_id()} was not put back into the queue ({reason}): submit it again "
               "with ckpt_path=auto and the same run folder", flush=True)  # fmt: skip
-
-
-def _listen() -> None:
-    def note(number: int, _: FrameType | None) -> None:
-        _asked.append(number)
-
-    signal.signal(STOP_SIGNAL, note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
 
 
 def _end_at_once_when_asked() -> None:
