@@ -14,14 +14,24 @@ from __future__ import annotations
 
 import os
 
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from typing_extensions import override
 
 from hexiseq.launch import slurm
 
 
+def gpu_of(local_rank: int) -> int:
+    """Index of a rank's GPU among those it sees: Slurm can show each task its own alone (``--gpus-per-task``)."""
+    return 0 if torch.cuda.device_count() == 1 else local_rank
+
+
 class Launched(TorchElasticEnvironment):
     """Ranks that have torch's variables: torchrun's, and those of `hexiseq.launch`."""
+
+    @override
+    def local_rank(self) -> int:
+        return gpu_of(super().local_rank())
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -72,7 +82,7 @@ class SlurmEnvironment(SLURMEnvironment):
 
     @override
     def local_rank(self) -> int:
-        return self.task.local
+        return gpu_of(self.task.local)
 
     @override
     def node_rank(self) -> int:

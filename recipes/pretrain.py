@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import RichProgressBar
 from typing_extensions import override
@@ -43,6 +44,7 @@ def run(job: Job) -> None:
     model = config["model"]
     module = CausalLM(model["config"], config["recipe"]["optimizer"], config["seed"], weights=model["weights"])
     data = data_module(config)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size()))
     terminal = sys.stdout.isatty() and launch.rank() == 0
     checkpoints = Checkpoints(job.run_dir / "checkpoints", trainer_config["checkpoint_every"], launch.asked_to_stop)
     chosen = loggers(job)
@@ -50,7 +52,7 @@ def run(job: Job) -> None:
     try:
         trainer = pl.Trainer(
             accelerator=accelerator,
-            devices=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size())),
+            devices=min(here, torch.cuda.device_count()) if job.on_gpus else here,
             num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
             strategy=strategy,
             plugins=[Launched()],

@@ -278,8 +278,11 @@ def _settle(job: Job) -> Any:
     """Put this rank on its device; returns that."""
     import torch
 
+    from hexiseq.environment import gpu_of
+
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if job.on_gpus:
+        local = gpu_of(local)
         if local >= torch.cuda.device_count():
             raise ValueError(f"rank {launch.rank()} on {socket.gethostname()} is number {local} there, which has "
                              f"{torch.cuda.device_count()} GPUs; start at most one rank a GPU")  # fmt: skip

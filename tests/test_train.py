@@ -93,7 +93,9 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         (("+cluster=cpu_mixed", "model.config.vocab_size=10"), 2, ["vocab_size 10 is smaller"]),
         (("+cluster=cpu_mixed", "seed=99999999999"), 2, ["seed must be below 2^32"]),
         (("+cluster=cpu_mixed", "ckpt_path=empty"), 2, ["ckpt_path 'empty' is no whole checkpoint"]),
-        (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["'dance' is not one of plan, simulate, pretrain"]),
+        (("+cluster=cpu_mixed", "recipe.name=dance"), 2, ["'dance' is not one of plan, simulate, slurm"]),
+        (("+cluster=cpu_mixed", "launch.mismatch=hope"), 2, ["launch.mismatch 'hope' is not one of refuse, replan"]),
+        (("+cluster=cpu_mixed", "launch.timeout_seconds=0"), 2, ["launch.timeout_seconds must be above 0"]),
     ],
 )
 def test_mistakes_end_before_any_rank_starts(
@@ -153,7 +155,7 @@ def test_sweep_under_a_launcher_is_refused(call, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     answer = call(flag, "+cluster=cpu_mixed", "strategy=ring,hexiseq")
     assert answer.code == 2
-    assert "3 ranks" in answer.err
+    assert "3 processes" in answer.err
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -284,7 +286,7 @@ def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> N
 def test_torchrun_with_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     refused = torchrun(2, tmp_path, "+cluster=cpu_mixed", *FEW_STEPS)
     assert refused.returncode != 0
-    assert refused.stderr.count("the launcher started 2 ranks, cluster 'cpu_mixed' has 3 devices") == 1
+    assert refused.stderr.count("the job's 2 ranks are not the 3 devices of cluster 'cpu_mixed'") == 1
 
 
 def ranks_of(parent: int) -> dict[int, int]:
