@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,10 @@ _FATAL = {
 }
 _NOTED = {"cuda": "CUDA", "cudnn": "cuDNN", "driver": "driver", "python": "Python", "cpu": "host CPU",
           "dtypes": "dtypes"}  # fmt: skip
+_UNLIKE_GPUS_NCCL = (2, 21)  # older ones may choose another algorithm on each kind of GPU
+_LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}  # of NVIDIA on Linux, by CUDA's major version
+BUSY_GB = 2.0  # of a GPU's memory that this rank has not taken; its own context is about 0.5 GB
+MOST_SKEW_SECONDS = 3.0  # between the clocks of nodes; ranks of one busy node look up to a second apart
 _LAST_WORDS_SECONDS = 5.0  # that rank 0, who may host the store, waits for the others to have read why it ends
 _visits = itertools.count()
 
@@ -68,14 +73,19 @@ def driver_name(device: torch.device) -> str:
 
     if device.type != "cuda":
         return device.type
-    properties = torch.cuda.get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)
-    return properties.name if uuid is None else f"{properties.name} GPU-{uuid}"
+    name, unique = torch.cuda.get_device_properties(device).name, _unique(device)
+    return name if unique == NONE else f"{name} GPU-{unique}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank is and runs on. Versions are texts, ``none`` where there is none."""
+    """What a rank is and runs on. Versions are texts, ``none`` where there is none.
+
+    Attributes:
+        capability: compute capability of the GPU.
+        gpu: the one GPU in the world that it is.
+        used_gb: of its memory, by anyone but this rank's tensors.
+    """
 
     rank: int
     node: str
@@ -89,6 +99,9 @@ class Report:
     python: str
     cpu: str
     dtypes: tuple[str, ...]
+    capability: str
+    gpu: str
+    used_gb: float
 
     @property
     def cuda_major(self) -> str:
@@ -120,6 +133,9 @@ def examine(device: torch.device, rank: int) -> Report:
         python=platform.python_version(),
         cpu=processor(),
         dtypes=(*(["bfloat16"] if has_bf16 else []), "float16", "float32", "float64"),
+        capability=".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else NONE,
+        gpu=_unique(device) if on_gpu else NONE,
+        used_gb=_used_gb(device) if on_gpu else 0.0,
     )
 
 
@@ -136,15 +152,59 @@ def findings(reports: Sequence[Report], dtype: str | None = None) -> tuple[list[
     ]
     if dtype is not None and (unable := [report for report in reports if dtype not in report.dtypes]):
         fatal.append(f"dtype: {_ranks(unable)} cannot run the job's {dtype}; choose another with strategy.dtype")
+    fatal += [*_shared_gpus(reports), *_old_nccl(reports)]
     noted = [
         f"{name} differs: {_by_value(reports, field)}" for field, name in _NOTED.items() if _differs(reports, field)
     ]
-    return fatal, noted
+    return fatal, [*noted, *_old_drivers(reports), *_busy_gpus(reports)]
+
+
+def _shared_gpus(reports: Sequence[Report]) -> list[str]:
+    users: dict[str, list[Report]] = {}
+    for report in reports:
+        users.setdefault(report.gpu, []).append(report)
+    users.pop(NONE, None)
+    return [
+        f"GPU {gpu}: {_ranks(sharing)} all run on it; give every rank one of its own (CUDA_VISIBLE_DEVICES, or the "
+        "launcher's ranks a node)"
+        for gpu, sharing in users.items()
+        if len(sharing) > 1
+    ]
+
+
+def _old_nccl(reports: Sequence[Report]) -> list[str]:
+    nvidia = [report for report in reports if report.nccl != NONE and not report.cuda.startswith("hip")]
+    old = [report for report in nvidia if _numbers(report.nccl)[:2] < _UNLIKE_GPUS_NCCL]
+    if not old or not _differs(nvidia, "capability"):
+        return []
+    least = ".".join(map(str, _UNLIKE_GPUS_NCCL))
+    return [f"nccl: {_by_value(old, 'nccl')}; compute capabilities differ ({_by_value(nvidia, 'capability')}), and "
+            f"between unlike GPUs NCCL before {least} hangs"]  # fmt: skip
+
+
+def _old_drivers(reports: Sequence[Report]) -> list[str]:
+    old: dict[str, list[Report]] = {}
+    for report in reports:
+        least = _LEAST_DRIVER.get(report.cuda_major)
+        if least and NONE not in (report.driver, report.gpu) and _numbers(report.driver) < _numbers(least):
+            old.setdefault(least, []).append(report)
+    return [f"driver is older than CUDA {group[0].cuda} asks for, {least}: {_by_value(group, 'driver')}"
+            for least, group in old.items()]  # fmt: skip
+
+
+def _busy_gpus(reports: Sequence[Report]) -> list[str]:
+    busy = [report for report in reports if report.used_gb > BUSY_GB]
+    if not busy:
+        return []
+    used = ", ".join(f"{report.used_gb:.1f} GB on {report.who}" for report in busy[:3])
+    more = f" and on {len(busy) - 3} more" if len(busy) > 3 else ""
+    return [f"GPU memory is in use already: {used}{more}"]
 
 
 def table(reports: Sequence[Report]) -> list[str]:
     """A row for each rank, with the versions that matter; those that are the same everywhere in one line above."""
-    fields = [field.name for field in dataclasses.fields(Report) if field.name not in ("rank", "node", "device")]
+    apart = ("rank", "node", "device", "gpu", "used_gb")
+    fields = [field.name for field in dataclasses.fields(Report) if field.name not in apart]
     shared = [field for field in fields if not _differs(reports, field)]
     header = ["rank", "node", "device", *(field for field in fields if field not in shared)]
     rows = [[_text(getattr(report, field)) for field in header] for report in reports]
@@ -171,25 +231,27 @@ class Meeting:
         self._store, self._timeout, self._number = store, timeout_seconds, itertools.count()
         self.heard = False
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: Any, spent_seconds: float = 0.0) -> list[Any]:
         """Every rank's `value`, by rank; plain containers.
 
         Args:
             what: what ranks are doing, for the message.
+            spent_seconds: of the timeout, on what came before.
 
         Raises:
             ValueError: on all ranks that are there, with the same text, naming those that are not.
         """
         place = f"{next(self._number)}"
+        left = max(self._timeout - spent_seconds, 0.0)
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
         if self.rank == 0:
-            missing = self._missing(place, range(self.ranks), self._timeout)
+            missing = self._missing(place, range(self.ranks), left)
             answer: dict[str, Any] = {"missing": missing}
             if not missing:
                 texts = self._store.multi_get([f"{place}/{rank}" for rank in range(self.ranks)])
                 answer["values"] = [json.loads(text) for text in texts]
             self._store.set(f"{place}/all", json.dumps(answer))
-        elif self._missing(place, ["all"], self._timeout + _LAST_WORDS_SECONDS):
+        elif self._missing(place, ["all"], left + _LAST_WORDS_SECONDS):
             answer = {"missing": [0]}
         else:
             answer = json.loads(self._store.get(f"{place}/all"))
@@ -273,11 +335,23 @@ class Meeting:
         return []
 
 
-def check(meeting: Meeting, report: Report, dtype: str | None = None) -> tuple[list[Report], list[str]]:
-    """Compare all ranks' reports. Collective.
+@dataclass(frozen=True)
+class Comparison:
+    """What ranks that can work together have said.
 
-    Returns:
-        The reports by rank, and what differs without being known to do harm.
+    Attributes:
+        reports: by rank.
+        noted: what differs, or is odd, without being known to do harm; a line each.
+        skew_seconds: between the clocks of the first node and the last; ranks answer within some hundredths of it.
+    """
+
+    reports: tuple[Report, ...]
+    noted: tuple[str, ...]
+    skew_seconds: float
+
+
+def check(meeting: Meeting, report: Report, dtype: str | None = None) -> Comparison:
+    """Compare all ranks' reports and clocks. Collective.
 
     Raises:
         ValueError: on all ranks, with the same text: a mismatch known to hang or corrupt, or ranks that did not come.
@@ -288,8 +362,16 @@ def check(meeting: Meeting, report: Report, dtype: str | None = None) -> tuple[l
     if fatal:
         meeting.leave()
         raise ValueError("\n".join(["the ranks of this job cannot work together:", *(f"  {line}" for line in fatal),
-                                    "give every node the same software, or leave those ranks out"]))  # fmt: skip
-    return reports, noted
+                                    "put that right on those ranks, or leave them out"]))  # fmt: skip
+    # All ranks have just heard the same answer, so they read their clocks at nearly one time.
+    clocks: dict[str, float] = {}
+    for said, seconds in zip(reports, meeting.gather("comparing clocks", time.time()), strict=True):
+        clocks[said.node] = min(seconds, clocks.get(said.node, seconds))  # ranks can only be late
+    slow, fast = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
+    skew = clocks[fast] - clocks[slow]
+    if skew > MOST_SKEW_SECONDS:
+        noted.append(f"clocks differ: that of {fast} is {skew:.1f} s ahead of {slow}'s, so times in logs mislead")
+    return Comparison(tuple(reports), tuple(noted), skew)
 
 
 def reach_store(host: str, port: int, rank: int, timeout_seconds: float) -> Any:
@@ -335,6 +417,24 @@ def _ranks(reports: Sequence[Report]) -> str:
     """Names of a few ranks, the number of many."""
     shown = ", ".join(report.who for report in reports[:3])
     return shown if len(reports) <= 3 else f"{shown} and {len(reports) - 3} more"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def _unique(device: torch.device) -> str:
+    """UUID of a GPU."""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", NONE))
+
+
+def _used_gb(device: torch.device) -> float:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / 1e9
 
 
 def _text(value: Any) -> str:

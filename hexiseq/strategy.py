@@ -39,8 +39,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from hexiseq import doctor
-from hexiseq.attention import runtime_for
+from hexiseq import doctor, preflight
+from hexiseq.attention import Runtime, runtime_for
 from hexiseq.cluster import Cluster
 from hexiseq.launch.roster import Identity, match_ranks
 from hexiseq.models import IGNORED, PlanHolder, apply_recompute, decoder_layers, materialize, prepare
@@ -100,6 +100,8 @@ class HexiSeqStrategy(ModelParallelStrategy):
         reduce_each_micro_step: reduce gradients in every micro-step of an optimizer step, instead of once. More
             traffic; without it each rank holds unsharded gradients while it accumulates.
         timeout: of every collective and transfer.
+        preflight: how long the trial of all links before the first step may take (`hexiseq.preflight`); None: no trial.
+            It takes a moment, and what it finds would else be a hang or a wrong loss.
         identify: tells ``(device type, node)`` of a rank's device.
         device_names: device type -> what the driver calls it; a cluster brings its own.
         process_group_backend: None lets torch choose by device.
@@ -128,6 +130,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
         reshard_after_forward: bool | None = None,
         reduce_each_micro_step: bool = False,
         timeout: timedelta = timedelta(minutes=10),
+        preflight: timedelta | None = timedelta(minutes=1),
         identify: Callable[[torch.device], Identity] = identify,
         device_names: Mapping[str, Sequence[str]] | None = None,
         process_group_backend: str | None = None,
@@ -145,7 +148,8 @@ class HexiSeqStrategy(ModelParallelStrategy):
         if reshard_after_forward is None:
             reshard_after_forward = workload is None or not workload.keep_parameters
         self._reshard, self._reduce_each_micro_step = reshard_after_forward, reduce_each_micro_step
-        self._wait = timeout
+        self._wait, self._preflight = timeout, preflight
+        self._compared: doctor.Comparison | None = None
         self._identify = identify
         self._names = device_names or {device.type: device.names for device in (cluster.devices if cluster else ())}
         self.counters: dict[str, float] = {}
@@ -193,7 +197,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
         self.precision_plugin = _ClipSharded(self)
         # One dimension whatever the replicas: they may differ in size, parameters are sharded over all ranks.
         self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("ranks",))
-        runtime_for(self._plan, self._wait)
+        runtime = runtime_for(self._plan, self._wait)
+        if self._preflight is not None and self.world_size > 1:
+            self._try_links(runtime, self._preflight.total_seconds())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -216,10 +222,22 @@ class HexiSeqStrategy(ModelParallelStrategy):
         store = doctor.reach_store(environment.main_address, environment.main_port, self.global_rank, seconds)
         meeting = doctor.Meeting(store, self.global_rank, self.world_size, seconds)
         dtype = self._given.dtype if self._given else self._workload.dtype if self._workload else None
-        _, noted = doctor.check(meeting, doctor.examine(self.root_device, self.global_rank), dtype)
-        for line in noted if self.is_global_zero else ():
-            rank_zero_warn(f"ranks differ: {line}")
+        self._compared = doctor.check(meeting, doctor.examine(self.root_device, self.global_rank), dtype)
+        for line in self._compared.noted if self.is_global_zero else ():
+            rank_zero_warn(line)
         return store
+
+    def _try_links(self, runtime: Runtime, seconds: float) -> None:
+        """Stop, on all ranks, what would hang or corrupt a step. Collective."""
+        environment = self.cluster_environment
+        assert environment is not None
+        assert self._compared is not None
+        store = doctor.reach_store(environment.main_address, environment.main_port, self.global_rank, seconds)
+        meeting = doctor.Meeting(store, self.global_rank, self.world_size, seconds, runtime.links.name)
+        outcome = preflight.try_links(runtime, meeting, self.root_device, seconds)
+        if self.is_global_zero:
+            compared = self._compared
+            print(preflight.describe(outcome, meeting.who, compared.skew_seconds, len(compared.noted)), flush=True)
 
     def check_equal(self, what: str, value: str) -> None:
         """Collective. Raises ValueError on all ranks, naming those whose value is not rank 0's."""

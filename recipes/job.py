@@ -413,17 +413,16 @@ def _check(config: Config) -> None:
     number = isinstance(clip, (int, float)) and not isinstance(clip, bool) and math.isfinite(clip)
     if clip is not None and not (number and clip > 0):
         raise ValueError(f"trainer.gradient_clip must be a positive number or null, got {clip!r}")
-    timeout = config["strategy"]["timeout_seconds"]
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout <= MOST_TIMEOUT_SECONDS:
-        raise ValueError(
-            f"strategy.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {timeout!r}"
-        )
+    waits = (("strategy", "timeout_seconds"), ("launch", "timeout_seconds"), ("launch", "preflight_timeout_seconds"))
+    for section, key in waits:
+        wait = config[section][key]
+        if not isinstance(wait, (int, float)) or isinstance(wait, bool) or not 0 < wait <= MOST_TIMEOUT_SECONDS:
+            raise ValueError(f"{section}.{key} must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {wait!r}")
     launched = config["launch"]
     if launched["mismatch"] not in launch.MISMATCH:
         raise ValueError(f"launch.mismatch {launched['mismatch']!r} is not one of {', '.join(launch.MISMATCH)}")
-    seconds = launched["timeout_seconds"]
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= MOST_TIMEOUT_SECONDS:
-        raise ValueError(f"launch.timeout_seconds must be above 0 and at most {MOST_TIMEOUT_SECONDS}, got {seconds!r}")
+    if not isinstance(launched["preflight"], bool):
+        raise ValueError(f"launch.preflight must be true or false, got {launched['preflight']!r}")
     strategy = config["strategy"]
     if not isinstance(strategy["drop_devices"], bool):
         raise ValueError(f"strategy.drop_devices must be true or false, got {strategy['drop_devices']!r}")

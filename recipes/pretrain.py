@@ -28,7 +28,7 @@ from recipes.loggers import finish, loggers
 def run(job: Job) -> None:
     """Train. Called on every rank, with the launcher's environment set."""
     quiet()
-    config, trainer_config = job.config, job.config["trainer"]
+    config, trainer_config, checks = job.config, job.config["trainer"], job.config["launch"]
     accelerator = "cuda" if job.on_gpus else "cpu"
     if job.assigned:
         launch.settle(job.plan.devices, job.cores, job.berths)
@@ -38,6 +38,7 @@ def run(job: Job) -> None:
         job.plan,
         reshard_after_forward=not config["strategy"]["keep_parameters"],
         timeout=timedelta(seconds=config["strategy"]["timeout_seconds"]),
+        preflight=timedelta(seconds=checks["preflight_timeout_seconds"]) if checks["preflight"] else None,
         device_names=job.device_names,
         process_group_backend=None if job.on_gpus else "gloo",
     )

@@ -168,10 +168,11 @@ def run(job: Job) -> None:
     meeting = doctor.Meeting(store, rank, ranks, seconds)
 
     wanted = job.config["strategy"]["dtype"]
-    reports, noted = doctor.check(meeting, doctor.examine(device, rank), None if wanted == "auto" else wanted)
+    compared = doctor.check(meeting, doctor.examine(device, rank), None if wanted == "auto" else wanted)
+    reports = compared.reports
     meeting.who = lambda other: reports[other].who
     if rank == 0 and not job.quiet:
-        print("\n".join([*doctor.table(reports), *(f"NOTE: {line}" for line in noted)]), flush=True)
+        print("\n".join([*doctor.table(reports), *(f"NOTE: {line}" for line in compared.noted)]), flush=True)
     given = Cluster.from_config(job.config["cluster"]) if job.config.get("cluster") else None
     names = [doctor.driver_name(device)]
     if given is not None and job.on_gpus:
@@ -211,9 +212,9 @@ def run(job: Job) -> None:
         survey = describe(recipe["save"] or "measured", entries, catalogue(), given, recipe["alike"])
         if given is not None and given.namespaces:
             survey.cluster["namespaces"] = True
-        raw = {"doctor": [asdict(report) for report in reports], "noted": noted, "settings": recipe, "dtype": dtype,
-               "model": asdict(shape), "types": survey.types, "rates": survey.rates, "links": survey.links,
-               "ranks": entries}  # fmt: skip
+        raw = {"doctor": [asdict(report) for report in reports], "noted": compared.noted, "settings": recipe,
+               "dtype": dtype, "model": asdict(shape), "types": survey.types, "rates": survey.rates,
+               "links": survey.links, "ranks": entries}  # fmt: skip
         _write(job, survey.cluster, raw)
         if given is None and len(set(hosts)) == 1:
             devices = [entry["device"] for entry in entries] if job.on_gpus else [reports[0].cpu]

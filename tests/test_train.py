@@ -63,6 +63,12 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         ((*H100_A100, "trainer.split_every=1.5"), 2, ["trainer.split_every must be an integer of at least 1, got 1.5"]),
         ((*H100_A100, "trainer.trace_steps=[3]"), 2, ["trainer.trace_steps must be two ascending steps", "got [3]"]),
         ((*H100_A100, "trainer.trace_steps=[3,3]"), 2, ["trainer.trace_steps must be two ascending", "got [3, 3]"]),
+        ((*H100_A100, "launch.preflight=1"), 2, ["launch.preflight must be true or false, got 1"]),
+        (
+            (*H100_A100, "launch.preflight_timeout_seconds=0"),
+            2,
+            ["launch.preflight_timeout_seconds must be above 0 and at most 604800, got 0"],
+        ),
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
         ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
         ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),

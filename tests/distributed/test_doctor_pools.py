@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +25,35 @@ def compared(claims: dict[int, dict[str, str]], absent: int | None, timeout_seco
         return "absent"
     own = dataclasses.replace(examine(torch.device("cpu"), rank), **claims.get(rank, {}))
     try:
-        reports, noted = check(Meeting(store, rank, dist.get_world_size(), timeout_seconds), own, "float32")
+        compared = check(Meeting(store, rank, dist.get_world_size(), timeout_seconds), own, "float32")
     except ValueError as error:
         return str(error)
-    return f"{[report.rank for report in reports]} {noted}"
+    return f"{[report.rank for report in compared.reports]} {compared.noted}"
 
 
 def test_ranks_that_agree_hear_of_one_another(pools) -> None:
-    assert pools(3).run(compared, {}, None, 20.0) == ["[0, 1, 2] []"] * 3
+    assert pools(3).run(compared, {}, None, 20.0) == ["[0, 1, 2] ()"] * 3
+
+
+def skewed(ahead_seconds: float) -> tuple[tuple[str, ...], float]:
+    """What a rank hears when the clock of rank 1, on a node of its own, is ahead."""
+    rank = dist.get_rank()
+    store = doctor.reach_store("unused", 0, rank, 20.0)
+    own = dataclasses.replace(examine(torch.device("cpu"), rank), node=f"node{rank % 2}")
+    right = time.time
+
+    def clock() -> float:
+        return right() + (ahead_seconds if rank == 1 else 0.0)
+
+    with mock.patch.object(time, "time", clock):
+        compared = check(Meeting(store, rank, dist.get_world_size(), 20.0), own, "float32")
+    return compared.noted, compared.skew_seconds
+
+
+def test_a_clock_that_is_off_is_noted_with_its_node(pools) -> None:
+    for noted, skew in pools(3).run(skewed, 100.0):
+        assert skew == pytest.approx(100, abs=2)
+        assert noted == (f"clocks differ: that of node1 is {skew:.1f} s ahead of node0's, so times in logs mislead",)
 
 
 def test_one_rank_with_another_version_stops_all_with_one_message(pools) -> None:

@@ -76,8 +76,9 @@ def test_the_longest_name_wins_and_a_tie_is_no_guess() -> None:
 
 
 def report(rank: int, **changes: object) -> Report:
-    base = Report(rank, f"node{rank // 2}", "a100_80", "0.1.0", "2.13.0+cu130", "13.0", "91002", "2.27.3", "580.65",
-                  "3.11.9", "EPYC", ("bfloat16", "float16", "float32", "float64"))  # fmt: skip
+    dtypes = ("bfloat16", "float16", "float32", "float64")
+    base = Report(rank, f"node{rank // 2}", "a100_80", "0.1.0", "2.13.0+cu130", "13.0", "91002", "2.27.3", "580.95",
+                  "3.11.9", "EPYC", dtypes, "8.0", f"gpu{rank}", 0.6)  # fmt: skip
     return dataclasses.replace(base, **changes)
 
 
@@ -89,6 +90,7 @@ def report(rank: int, **changes: object) -> Report:
         ({"hexiseq": "0.2.0"}, "hexiseq: 0.2.0 on rank 2"),
         ({"cuda": "12.8"}, "cuda major: 12 on rank 2"),
         ({"dtypes": ("float16", "float32")}, "rank 2 (a100_80 on node1) cannot run the job's bfloat16"),
+        ({"gpu": "gpu1"}, "GPU gpu1: rank 1 (a100_80 on node0), rank 2 (a100_80 on node1) all run on it"),
     ],
 )
 def test_what_hangs_stops_the_job(changes: dict[str, object], words: str) -> None:
@@ -99,20 +101,41 @@ def test_what_hangs_stops_the_job(changes: dict[str, object], words: str) -> Non
 
 @pytest.mark.parametrize("field", ["cudnn", "driver", "python", "cpu"])
 def test_what_merely_differs_is_noted(field: str) -> None:
-    fatal, noted = findings([report(0), report(1, **{field: "other"})], "bfloat16")
+    fatal, noted = findings([report(0), report(1, **{field: "999.1"})], "bfloat16")
     assert fatal == []
     (line,) = noted
-    assert line.endswith(f": {getattr(report(0), field)} on {report(0).who}, other on {report(1).who}")
+    assert line.endswith(f": {getattr(report(0), field)} on {report(0).who}, 999.1 on {report(1).who}")
+
+
+def test_unlike_gpus_need_a_newer_nccl() -> None:
+    old = [report(rank, nccl="2.20.5", capability="9.0" if rank == 1 else "8.0") for rank in range(3)]
+    assert findings(old, None) == ([
+        f"nccl: 2.20.5 on {old[0].who}, {old[1].who}, {old[2].who}; compute capabilities differ (9.0 on {old[1].who}, "
+        f"8.0 on {old[0].who}, {old[2].who}), and between unlike GPUs NCCL before 2.21 hangs"
+    ], [])  # fmt: skip
+    for fine in ({"nccl": "2.21.0"}, {"capability": "8.0"}, {"cuda": "hip 6.4"}, {"nccl": "none"}):
+        assert findings([dataclasses.replace(rank, **fine) for rank in old], None) == ([], [])
+
+
+def test_an_old_driver_and_a_busy_gpu_are_noted() -> None:
+    ranks = [report(0, driver="570.86.10"), report(1, driver="570.86.10", used_gb=12.34), report(2, driver="570.86.10")]
+    everybody = ", ".join(rank.who for rank in ranks)
+    assert findings(ranks, None) == ([], [
+        f"driver is older than CUDA 13.0 asks for, 580.65.06: 570.86.10 on {everybody}",
+        f"GPU memory is in use already: 12.3 GB on {ranks[1].who}",
+    ])  # fmt: skip
+    assert findings([report(0, driver="580.65.06"), report(1, driver="580.65.06")], None) == ([], [])
+    assert findings([report(0, gpu="none", driver="470.1"), report(1, gpu="none", driver="470.1")], None) == ([], [])
 
 
 def test_equal_ranks_and_other_devices_are_fine() -> None:
-    ranks = [report(0), report(1), report(2, device="h100_sxm"), report(3, cuda="13.1")]
+    ranks = [report(0), report(1), report(2, device="h100_sxm", capability="9.0"), report(3, cuda="13.1")]
     assert findings(ranks, "bfloat16") == ([], [f"CUDA differs: 13.1 on {ranks[3].who}, 13.0 on {ranks[0].who}, "
                                                 f"{ranks[1].who}, {ranks[2].who}"])  # fmt: skip
     first, header, *rows = table(ranks)
     assert "torch 2.13.0+cu130" in first
-    assert header.split() == ["rank", "node", "device", "cuda"]
-    assert rows[3].split() == ["3", "node1", "a100_80", "13.1"]
+    assert header.split() == ["rank", "node", "device", "cuda", "capability"]
+    assert rows[3].split() == ["3", "node1", "a100_80", "13.1", "8.0"]
 
 
 CLAIMING = """
