@@ -96,7 +96,7 @@ def prepared(config: dict[str, Any], run_dir: Path, members: Sequence[launch.Mem
         return None
     if recipe not in RANK_RECIPES:
         raise ValueError(f"recipe.name {recipe!r} is not one of {', '.join((*LOCAL_RECIPES, *RANK_RECIPES))}")
-    if members is None and (nodes := launch.slurm.nodes_of_job()) > 1:
+    if launch.party() is None and (nodes := launch.slurm.nodes_of_job()) > 1:
         raise ValueError(
             f"this process is alone in a Slurm job of {nodes} nodes; start one on each with srun "
             "--kill-on-bad-exit=1 python train.py ... (--het-group=0,1 where the job is a heterogeneous one)"
@@ -121,7 +121,7 @@ def lead(config: dict[str, Any], run_dir: Path) -> None:
         if config["recipe"]["name"] in LOCAL_RECIPES:
             prepared(config, run_dir)
             return {"job": None}
-        members, ranks = launch.members(own, there, jobs.per_node(config))
+        members, ranks = jobs.enlist(config, own, there)
         job = prepared(config, run_dir, members)
         return {"job": job.to_dict(), "ranks": ranks, "nodes": [entry.node for entry in there],
                 "port": launch.free_port()}  # fmt: skip

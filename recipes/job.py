@@ -241,12 +241,18 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     return str(steps[max(steps)]) if steps else None
 
 
-def per_node(config: Config) -> list[int] | None:
-    """Devices of the cluster, node after node; None where no cluster is named."""
+def enlist(
+    config: Config, own: launch.Party, there: Sequence[launch.Presence]
+) -> tuple[list[launch.Member] | None, list[int]]:
+    """The ranks of a job whose processes a launcher has started (`launch.members`), and how many each starts.
+
+    None where this process is alone and no cluster is named: what it finds on its machine is measured and used.
+    """
     if not config.get("cluster"):
-        return None
-    places = Cluster.from_config(config["cluster"]).places
-    return [len(list(there)) for _, there in itertools.groupby(places, key=lambda place: place.node)]
+        return (None, []) if own.agents and own.size == 1 else launch.members(own, there, None, on_gpus=True)
+    cluster = Cluster.from_config(config["cluster"])
+    nodes = [len(list(places)) for _, places in itertools.groupby(cluster.places, key=lambda place: place.node)]
+    return launch.members(own, there, nodes, any(device.vendor != "cpu" for device in cluster.devices))
 
 
 def make_folder(folder: Path, key: str = "hydra.run.dir") -> None:

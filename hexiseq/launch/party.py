@@ -154,19 +154,24 @@ def muster(own: Party, meeting: Meeting) -> list[Presence]:
     return [Presence(**{**entry, "devices": tuple(entry["devices"])}) for entry in everyone]
 
 
-def members(own: Party, there: Sequence[Presence], per_node: Sequence[int] | None) -> tuple[list[Member], list[int]]:
+def members(
+    own: Party, there: Sequence[Presence], per_node: Sequence[int] | None, on_gpus: bool
+) -> tuple[list[Member], list[int]]:
     """The job's ranks, and how many each process starts or is.
 
     Args:
-        per_node: how many ranks nodes without GPUs get, node after node: a CPU cluster's.
+        per_node: how many devices the cluster has, node after node: so many ranks agents start where no GPUs say it.
+        on_gpus: the cluster's devices are GPUs.
 
     Raises:
         ValueError: nothing says how many ranks a node shall have.
     """
-    counts = [entry.ranks for entry in there]
+    counts = [entry.ranks if on_gpus or not own.agents else None for entry in there]
+    if per_node is not None and len(there) == 1:
+        per_node = [sum(per_node)]  # one machine stands for all
     if None in counts:
         if any(counts) or per_node is None or len(per_node) != len(there):
-            without = ", ".join(entry.node for entry in there if entry.ranks is None)
+            without = ", ".join(entry.node for entry, count in zip(there, counts, strict=True) if count is None)
             wanted = "no cluster is named" if per_node is None else f"the cluster has {len(per_node)} nodes"
             raise ValueError(
                 f"the job has no GPUs on {without}, so it does not say how many ranks its {len(there)} nodes shall "

@@ -147,3 +147,31 @@ def test_requeueing_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.Monke
         capsys.readouterr().out
     )
     assert subprocess.run(["scontrol"], capture_output=True).returncode == 1
+
+
+def test_who_starts_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    names = ("NVIDIA H100", "NVIDIA H100")
+
+    def party(agents: bool, size: int) -> launch.Party:
+        return launch.Party(0, size, agents, "a", 1, None)
+
+    def there(*counts: int | None, devices: tuple[str, ...] = ()) -> list[launch.Presence]:
+        return [launch.Presence(f"n{i}", "", count, i, devices) for i, count in enumerate(counts)]
+
+    found, counts = launch.members(party(True, 2), there(2, 1, devices=names), [2, 1], on_gpus=True)
+    assert counts == [2, 1]
+    assert [(m.node, m.device) for m in found] == [("n0", names[0]), ("n0", names[1]), ("n1", names[0])]
+    # A rank takes the GPU of its number, or the only one it sees.
+    ranks, _ = launch.members(party(False, 2), there(1, 1, devices=("x", "y")), None, on_gpus=True)
+    assert [m.device for m in ranks] == ["x", "y"]
+    ranks, _ = launch.members(party(False, 2), there(1, 1, devices=("x",)), None, on_gpus=True)
+    assert [m.device for m in ranks] == ["x", "x"]
+    # A CPU cluster's ranks, whatever GPUs the nodes have; on one node all of them.
+    assert launch.members(party(True, 2), there(8, 8), [3, 2], on_gpus=False)[1] == [3, 2]
+    assert launch.members(party(True, 1), there(None), [3, 2], on_gpus=True)[1] == [5]
+    for per_node, words in [(None, "no cluster is named"), ([1, 1, 1], "the cluster has 3 nodes")]:
+        with pytest.raises(ValueError, match=rf"no GPUs on n0, n1, .* its 2 nodes shall have, and {words}"):
+            launch.members(party(True, 2), there(None, None), per_node, on_gpus=True)
+    with pytest.raises(ValueError, match="no GPUs on n1"):
+        launch.members(party(True, 2), there(2, None), [2, 1], on_gpus=True)
