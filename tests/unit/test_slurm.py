@@ -175,3 +175,41 @@ def test_who_starts_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             launch.members(party(True, 2), there(None, None), per_node, on_gpus=True)
     with pytest.raises(ValueError, match="no GPUs on n1"):
         launch.members(party(True, 2), there(2, None), [2, 1], on_gpus=True)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_lightning_is_told_the_truth(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hexiseq.environment import SlurmEnvironment
+
+    for name, value in ENVIRONMENTS[f"three.{number}"].items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    environment = SlurmEnvironment()
+    node, local = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)][number]
+    assert (environment.global_rank(), environment.node_rank(), environment.local_rank()) == (number, node, local)
+    assert (environment.world_size(), environment.main_address, environment.main_port) == (6, "a100-2", 20007)
+    # Lightning's own would refuse: not every node has as many ranks as this one.
+    environment.validate_settings(num_devices=environment.task.tasks[node], num_nodes=3)
+    assert SlurmEnvironment.detect()
+    assert not environment.auto_requeue
+
+
+def test_without_a_step_there_is_no_slurm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hexiseq.environment import SlurmEnvironment
+
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert not SlurmEnvironment.detect()
+    with pytest.raises(ValueError, match="needs ranks started with srun"):
+        SlurmEnvironment()
+
+
+def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from hexiseq.environment import Launched
+
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for visible, index in [(1, 0), (4, 2), (0, 2)]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert Launched().local_rank() == index
