@@ -32,7 +32,9 @@ import yaml
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import (
     OutOfMemory,
+    Wires,
     busy_seconds,
+    exposed_seconds,
     layer_bytes,
     lower_bound,
     match_places,
@@ -130,7 +132,7 @@ def figures(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     busy = busy_seconds(plan, cluster, workload, places)
     return {
         "step_seconds": predicted.step_seconds,
-        "without_parameters_seconds": without_parameters(plan),
+        "without_parameters_seconds": without_parameters(plan, exposed_seconds(workload, Wires(cluster, places))),
         "parameter_seconds": predicted.parameter_seconds,
         "balance": float(busy.mean() / busy.max()),
         "memory_fraction": max(memory),
@@ -158,24 +160,27 @@ def traffic_between_models(plan: Plan, workload: Workload, places: Sequence[Plac
     return total
 
 
-def without_parameters(plan: Plan) -> float:
+def without_parameters(plan: Plan, exposed: float) -> float:
     """Step time if parameters moved for free, from the parts of a plan's prediction.
 
     Exact where compute decides, which is certain as soon as all wires together take less than the step. Where the wires
-    may decide, what compute with what nothing hides, or the other traffic, takes by itself; a gather of KV counts as
-    hidden then, the return of its gradients as not.
+    may decide, what compute with what nothing hides, or the other traffic, takes by itself; a gather of KV, and the
+    last gradients of a ring, count as hidden then, the return of gathered gradients as not.
+
+    Args:
+        exposed: seconds of the step in which parameters move and nothing is computed.
     """
     predicted = plan.predicted
     assert predicted is not None
     moving = predicted.all_to_all_seconds + predicted.ring_seconds
     if predicted.step_seconds > moving + predicted.parameter_seconds:
-        return predicted.step_seconds
+        return predicted.step_seconds - exposed
     bare = predicted.all_to_all_seconds
     if plan.exchange == "allgather":
         # Gathered once per pass; gradients are sums in fp32.
         gathers, returned = 3 if plan.recompute == "full" else 2, max(4, DTYPES[plan.dtype]) / DTYPES[plan.dtype]
         bare += predicted.ring_seconds * returned / (gathers + returned)
-    return min(predicted.step_seconds, max(predicted.compute_seconds + bare, moving))
+    return min(predicted.step_seconds - exposed, max(predicted.compute_seconds + bare, moving))
 
 
 # Even grids, for what `solve` does not tell --------------------------------------------------------------------
@@ -258,12 +263,11 @@ def solve_mode(cluster: Cluster, workload: Workload, exchange: str) -> Record:
     found: Record = {"bound_seconds": lower_bound(cluster, workload)}
     fastest = max(cluster.devices, key=lambda device: device.attention_forward_tflops)
     fast = [place for place in cluster.places if place.device == fastest]
-    grids = {
-        "even": predicted_grids(cluster, workload, cluster.places),
-        "fast_only": predicted_grids(cluster, workload, fast),
-    }
+    devices = {"even": cluster.places, "fast_only": fast}
+    grids = {kind: predicted_grids(cluster, workload, places) for kind, places in devices.items()}
     for kind, plans in grids.items():
-        free = [without_parameters(plan) for plan in plans]
+        exposed = exposed_seconds(workload, Wires(cluster, devices[kind]))
+        free = [without_parameters(plan, exposed) for plan in plans]
         found[f"{kind}_without_parameters_seconds"] = min(free, default=None)
     try:
         began = time.thread_time()

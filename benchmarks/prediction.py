@@ -35,7 +35,15 @@ import yaml
 from benchmarks.probe import MEMORY_STEP
 from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, device_from_config
-from hexiseq.cost import busy_seconds, layer_bytes, match_places, optimizer_seconds, predict, replica_cost
+from hexiseq.cost import (
+    busy_seconds,
+    exposed_seconds,
+    layer_bytes,
+    match_places,
+    optimizer_seconds,
+    predict,
+    replica_cost,
+)
 from hexiseq.cost.traffic import Wires, parameter_traffic
 from hexiseq.plan import Plan
 from hexiseq.workload import Workload
@@ -228,8 +236,8 @@ def core_rates(path: Path | None) -> dict[str, Any]:
 
 
 # What calibration may change. Factors of the cost model's own figures, which profiles have measured; then terms that it
-# lacks: how often parameters pass the wires beside nothing else, since FSDP2 waits for each transfer on CPUs; seconds
-# of a whole core for moving a GB into or out of a socket, and for a step.
+# lacks: how often parameters that GPUs hide pass the wires beside nothing else, since FSDP2 waits for each transfer on
+# CPUs; seconds of a whole core for moving a GB into or out of a socket, and for a step.
 FACTORS = ("gemm", "attention", "hbm", "launch", "wires")
 TERMS = {"parameters": 1.0, "transfer_seconds_per_gb": 0.5, "step_ms": 200.0}
 # How far from the start they are let go, as logarithms, against a prediction's miss of `MISS`.
@@ -267,8 +275,10 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     transfer = calibration.get("transfer_seconds_per_gb", 0.0) * 1e-9 * (sent + received + 2 * parameters)
     step = calibration.get("step_ms", 0.0) * 1e-3
     extra = transfer + step  # of a whole core
-    busy = busy_seconds(plan, cluster, workload, places) + optimizer_seconds(workload, Wires(cluster, places))
-    exposed = calibration.get("parameters", 0.0) * predicted.parameter_seconds
+    wires = Wires(cluster, places)
+    busy = busy_seconds(plan, cluster, workload, places) + optimizer_seconds(workload, wires)
+    hidden = predicted.parameter_seconds - exposed_seconds(workload, wires)
+    exposed = calibration.get("parameters", 0.0) * hidden
     overhead = np.array([place.device.overhead_gb for place in places])
     return Forecast(
         step_seconds=predicted.step_seconds + exposed + float((extra / share).max()),

@@ -30,7 +30,7 @@ import yaml
 from typing_extensions import override
 
 from hexiseq.cluster import Cluster, Node, Seat, device_from_config
-from hexiseq.cost import optimizer_seconds
+from hexiseq.cost import exposed_seconds, optimizer_seconds
 from hexiseq.cost.traffic import replica_kinds
 from hexiseq.plan import Plan, align
 from hexiseq.schedule import solve
@@ -121,7 +121,8 @@ def fractional_seconds(plan: Plan, cluster: Cluster, workload: Workload) -> floa
         ranks = np.sort(kind.ranks, axis=1)
         search = Fractional(job, Alike(ranks, kind.replica.sequences), options)
         seconds = max(seconds, search.rank_groupings()[0][0])
-    return workload.accumulation * seconds + optimizer_seconds(workload, job.wires)
+    alone = exposed_seconds(workload, job.wires) + optimizer_seconds(workload, job.wires)
+    return workload.accumulation * seconds + alone
 
 
 def measure(row: tuple[int, str, int, int], options: argparse.Namespace) -> dict[str, Any]:

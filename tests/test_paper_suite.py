@@ -127,11 +127,12 @@ def test_step_without_parameter_traffic() -> None:
     cluster, workload = setting(SMALL)
     grids = {plan.exchange: plan for plan in suite.even_grids(workload, cluster.places)}
 
-    def seconds(step: float, ring: float, parameters: float, exchange: str = "ring") -> float:
+    def seconds(step: float, ring: float, parameters: float, exchange: str = "ring", exposed: float = 0.0) -> float:
         predicted = Prediction(step, 1.0, 6.0, 1.0, ring, parameters, (1.0,) * 8, (2.0,) * 8)
-        return suite.without_parameters(dataclasses.replace(grids[exchange], predicted=predicted))
+        return suite.without_parameters(dataclasses.replace(grids[exchange], predicted=predicted), exposed)
 
     assert seconds(8.0, 2.0, 4.0) == 8.0  # compute decides: 1 + 2 + 4 < 8
+    assert seconds(8.0, 2.0, 4.0, exposed=0.5) == 7.5
     assert seconds(12.0, 2.0, 10.0) == 7.0  # the wires may: what compute takes by itself
     assert seconds(40.0, 9.0, 30.0) == 10.0  # the wires do even without parameters: 1 + 9
     # Gathered: of 2 gathers and a return of twice the bytes, the return is not hidden.

@@ -13,7 +13,7 @@ import numpy as np
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.memory import token_capacity
 from hexiseq.cost.step import BACKWARD_ATTENTION, passes, predict, token_seconds
-from hexiseq.cost.traffic import GB, parameter_traffic
+from hexiseq.cost.traffic import GB, exposed_traffic, parameter_traffic
 from hexiseq.plan import Bound, Plan
 from hexiseq.workload import Workload, all_pairs, attention_flops
 
@@ -21,9 +21,10 @@ from hexiseq.workload import Workload, all_pairs, attention_flops
 def lower_bound(cluster: Cluster, workload: Workload) -> float:
     """Seconds of a step no feasible plan beats, on all of the cluster or a part of it.
 
-    Compute is spread in fractions (`devices_bound`). Parameters pass every wire of the circle of all ranks, so that the
-    slowest wire a plan uses bounds it, and with it the devices it can have: those behind wires no slower. A plan on one
-    node has that node's ports, one on several has their NICs, and the ports of nodes on which it has several ranks.
+    Compute is spread in fractions (`devices_bound`). Parameters pass every wire of the circle of all ranks, the first
+    and the last of them while nothing is computed, so that the slowest wire a plan uses bounds it, and with it the
+    devices it can have: those behind wires no slower. A plan on one node has that node's ports, one on several has
+    their NICs, and the ports of nodes on which it has several ranks.
     """
     devices = [place.device for place in cluster.places]
     everything = devices_bound(devices, workload)
@@ -73,8 +74,9 @@ def _least(rates: np.ndarray, workload: Workload, wire_gb_per_s: float) -> float
     if count < 2:
         return math.inf
     best = np.sort(rates, axis=1)[:, ::-1].cumsum(axis=1)
-    moved = parameter_traffic(workload, np.arange(2, count + 1)) / (wire_gb_per_s * GB)
-    return float(np.maximum(_spread(best[:, 1:], workload), moved).min())
+    ranks, wire = np.arange(2, count + 1), wire_gb_per_s * GB
+    path = _spread(best[:, 1:], workload) + exposed_traffic(workload, ranks) / wire
+    return float(np.maximum(path, parameter_traffic(workload, ranks) / wire).min())
 
 
 def devices_bound(devices: Sequence[Device], workload: Workload) -> float:

@@ -326,7 +326,7 @@ def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.nda
     model = workload.model
     window = None if model.full_layers else model.window  # the layer that needs most
     home, heads = hops(plan, replica)
-    fetched, delivered = group_tokens(plan, replica, window)
+    fetched, delivered, _ = group_tokens(plan, replica, window)
     rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
     index = np.arange(len(fetched))
     place = np.argsort(np.argsort([min(shard.rank for shard in group.shards) for group in replica.groups]))

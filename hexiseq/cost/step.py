@@ -11,7 +11,17 @@ import numpy as np
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import kinds_memory_gb, state_bytes
-from hexiseq.cost.traffic import GB, Kind, Wires, exchange_bytes, held_heads, kv_bytes, parameter_traffic, replica_kinds
+from hexiseq.cost.traffic import (
+    GB,
+    Kind,
+    Wires,
+    exchange_bytes,
+    exposed_traffic,
+    held_heads,
+    kv_bytes,
+    parameter_traffic,
+    replica_kinds,
+)
 from hexiseq.plan import Plan, Prediction, Replica, fragments, fusion_width, interval_array
 from hexiseq.workload import Workload, attended_pairs, attention_flops, elementwise_bytes, head_flops, linear_flops
 
@@ -34,6 +44,7 @@ class ReplicaCost:
         heads_in, heads_out: all-to-all of forward: q, k, v to heads; out back to tokens.
         grads_in, grads_out: all-to-all of backward: q, k, v, out, dout to heads; dq, dk, dv back to tokens.
         kv, dkv: KV across groups in one pass (forward and backward alike), by the plan's exchange; dKV in backward.
+        late_dkv: the part of dKV that leaves after the last kernel call: that of its slots, or gathered all.
         loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
     """
 
@@ -51,6 +62,7 @@ class ReplicaCost:
     grads_out: np.ndarray
     kv: np.ndarray
     dkv: np.ndarray
+    late_dkv: np.ndarray
     loss: np.ndarray
 
 
@@ -101,7 +113,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
 
     parameter_bytes = parameter_traffic(workload, len(wires.places))
     optimizer = optimizer_seconds(workload, wires)
-    step = max(path + optimizer, wires.busiest(load, parameter_bytes))
+    step = max(path + exposed_seconds(workload, wires) + optimizer, wires.busiest(load, parameter_bytes))
     return Prediction(
         step_seconds=float(step),
         tokens_per_second=workload.tokens_per_step / float(step),
@@ -181,13 +193,12 @@ def layer_bytes(cost: ReplicaCost, recompute: str) -> np.ndarray:
 def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict[str, float], dict[str, float]]:
     """Per pass: seconds of the attention kernels together with the exchange across groups; of the exchange alone."""
     forward, backward = cost.attention_forward + cost.merge_forward, cost.attention_backward + cost.merge_backward
-    kv = wires.seconds(cost.kv)
+    kv, back = wires.seconds(cost.kv), wires.seconds(cost.late_dkv)  # nothing hides what leaves after the last call
     if exchange == "ring":
         moving = {"forward": kv, "backward": wires.seconds(cost.kv + cost.dkv)}
-        kernels = {"forward": forward, "backward": backward}
-        return {p: max(float(kernels[p].max()), moving[p]) for p in moving}, moving
-    # The own call alone is there to hide the gather; nothing hides the return of dKV.
-    back = wires.seconds(cost.dkv)
+        exposed = {"forward": float(forward.max()), "backward": float(backward.max()) + back}
+        return {p: max(exposed[p], moving[p]) for p in moving}, moving
+    # The own call alone is there to hide the gather.
     overlapped = {
         "forward": float((np.maximum(cost.own_forward, kv) + forward - cost.own_forward).max()),
         "backward": float((np.maximum(cost.own_backward, kv) + backward - cost.own_backward).max()) + back,
@@ -235,7 +246,7 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
 
     matrices = exchange_bytes(plan, replica, heads, kv, workload)
-    kv_moved, dkv_moved = kv_bytes(plan, replica, workload)
+    kv_moved, dkv_moved, late_dkv = kv_bytes(plan, replica, workload)
     return ReplicaCost(
         ranks=np.array(replica.ranks),
         linear=batch * fed * (linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm),
@@ -248,6 +259,7 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
         kv=kv_moved,
         dkv=dkv_moved,
+        late_dkv=late_dkv,
         **matrices,
     )
 
@@ -313,6 +325,11 @@ def token_seconds(device: Device, workload: Workload) -> float:
     layer = linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm
     loss = (1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm
     return model.layers * passes(workload.recompute)[1] * layer + loss
+
+
+def exposed_seconds(workload: Workload, wires: Wires) -> float:
+    """Seconds of a step in which parameters or their gradients move and no rank has anything to compute."""
+    return wires.busiest(wires.load(), exposed_traffic(workload, len(wires.places)))
 
 
 def optimizer_seconds(workload: Workload, wires: Wires) -> float:

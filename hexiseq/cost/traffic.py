@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hexiseq.cluster import Cluster, Place
-from hexiseq.plan import Plan, Replica, interval_array
+from hexiseq.plan import Plan, Replica, fusion_width, interval_array
 from hexiseq.workload import Workload
 
 GB = 1e9
@@ -46,10 +46,13 @@ def exchange_bytes(
     }
 
 
-def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks."""
+def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """KV and dKV bytes across groups in one pass, ``[sender, receiver]`` in the order of the replica's ranks.
+
+    And of those of dKV what leaves when all kernel calls of its sender have ended.
+    """
     home, heads = hops(plan, replica)
-    fetched, delivered = group_tokens(plan, replica, workload.model.window)
+    fetched, delivered, last = group_tokens(plan, replica, workload.model.window)
     unit = 2 * workload.model.head_dim * replica.sequences
     # A receiver takes each head from the first member of the sending group that holds it; a gradient goes to the first
     # that holds its head.
@@ -58,7 +61,11 @@ def kv_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarr
     # In place: ranks x ranks is large.
     kv *= heads
     dkv *= heads.T
-    return kv, dkv
+    if plan.exchange == "allgather":
+        return kv, dkv, dkv
+    late = (unit * accumulator_bytes(workload) * last)[np.ix_(home, home)]
+    late *= heads.T
+    return kv, dkv, late
 
 
 def hops(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
@@ -82,10 +89,10 @@ def held_heads(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
     return first, np.where(replica.array[:, 3] > replica.array[:, 2], last, first)
 
 
-def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens from group to group in one pass, ``[sender, receiver]``: of KV, and of dKV.
+def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens from group to group in one pass, ``[sender, receiver]``: of KV, of dKV, and of dKV after the last call.
 
-    Gathered, what a group attends to comes straight from its owner, and dKV goes straight back.
+    Gathered, what a group attends to comes straight from its owner, and dKV goes straight back after the last call.
     """
     slots = [group.slots for group in replica.groups]
     groups = len(slots)
@@ -101,7 +108,7 @@ def group_tokens(plan: Plan, replica: Replica, window: int | None) -> tuple[np.n
     fronts = np.where(outer, _from(runs[:, 0], outer_from), _from(runs[:, 0], inner_from))
     needed = fronts + np.where(outer, 0, _from(runs[:, 1], inner_from))
     np.fill_diagonal(needed, 0.0)
-    return needed, needed.T
+    return needed, needed.T, needed.T
 
 
 def _from(intervals: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -111,7 +118,7 @@ def _from(intervals: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 def _ring_tokens(
     plan: Plan, slots: Sequence[int], outer_from: np.ndarray, inner_from: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same on the ring: a slot goes from group to group, by the tokens that somebody further along attends to.
 
     It goes from the group before its owner down to group 0, then, past the wrap and by its front half alone, from the
@@ -119,9 +126,9 @@ def _ring_tokens(
     to; that of the back half leaves the ring at group 0 and goes straight home.
     """
     groups = len(slots)
-    fetched, delivered = np.zeros((groups, groups)), np.zeros((groups, groups))
+    fetched, delivered, late = np.zeros((3, groups, groups))
     if groups == 1:
-        return fetched, delivered
+        return fetched, delivered, late
     runs = interval_array(plan.seq_len, plan.slot, np.ones(sum(slots), int)).astype(float)
     home, group = np.repeat(np.arange(groups), slots), np.arange(groups)
     before = home[:, None] > group  # not past the wrap
@@ -147,7 +154,16 @@ def _ring_tokens(
     delivered[group, before_it] = fronts.sum(0)
     delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
     np.add.at(delivered[0], home, backs[:, 0])
-    return fetched, delivered
+
+    # The last call takes the slots just before a group's own; inner groups' only where there are no outer ones.
+    first = np.cumsum(slots) - slots
+    width = np.array([fusion_width(plan.fusion, count) for count in slots])
+    ticks = (np.where(group > 0, first, len(home) - slots[0]) - 1) % width + 1
+    steps = np.arange(ticks.max())
+    slot, taken = (first[:, None] - 1 - steps) % len(home), steps < ticks[:, None]
+    late[group, before_it] = (fronts[slot, group[:, None]] * taken).sum(1)
+    np.add.at(late[0], home[slot[0]], backs[slot[0], 0] * taken[0])
+    return fetched, delivered, late
 
 
 def parameter_traffic(workload: Workload, ranks: Any) -> Any:
@@ -164,6 +180,17 @@ def parameter_traffic(workload: Workload, ranks: Any) -> Any:
     gathered = gathers * model.layers * model.layer_parameters + model.embedding_parameters
     size = workload.accumulation * gathered * workload.element_bytes + model.parameters * accumulator_bytes(workload)
     return size * (ranks - 1) / ranks
+
+
+def exposed_traffic(workload: Workload, ranks: Any) -> Any:
+    """The part of `parameter_traffic` that passes while no rank has anything to compute.
+
+    A micro-step begins with embedding, head and the first layer; at the end of the step, when backward is done, the
+    gradients of these same are still to be reduced. All else is asked for a layer ahead, or reduced a layer behind.
+    """
+    model = workload.model
+    size = workload.accumulation * workload.element_bytes + accumulator_bytes(workload)
+    return (model.layer_parameters + model.embedding_parameters) * size * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,10 @@ def _steps(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> di
     kernels = cost.attention_backward + cost.merge_backward
     if exchange == "ring":
         backward = attend(cost.grads_in, kernels, cost.kv + cost.dkv, cost.grads_out)
+        # The last gradients leave after the kernels, and are waited for unless the ring is slower anyhow.
+        busy, moving = float(kernels.max()), backward[1][2]
+        late = max(busy + wires.seconds(cost.late_dkv), moving) - max(busy, moving)
+        backward.insert(2, ("last dkv", None, late))
     else:
         backward = attend(cost.grads_in, kernels, cost.kv, cost.grads_out)
         backward.insert(2, ("dkv return", None, wires.seconds(cost.dkv)))

@@ -31,7 +31,9 @@ MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
 SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
 FEW_RANKS = 6  # so few that coarse slots are tried, too
-MOST_COARSE, MOST_UNEVEN = 12, 0.25  # coarse numbers of slots tried, and by how much their slowest group is late
+# Coarse slots of a group on average; numbers of them tried, and by how much their slowest group is late.
+COARSE_SLOTS, MOST_COARSE, MOST_UNEVEN = 6, 12, 0.25
+MOST_REORDERED, MOST_RETRIED = 4, 6  # groups tried in every order, and numbers of slots with each
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
 MOST_ATTEMPTS, GENTLE_ATTEMPTS = 20, 8  # at shares that fit memory, and of these with small changes
 GRACE_SECONDS = 4.0  # beyond the time limit, to find anything that fits
@@ -111,6 +113,9 @@ class Search:
                 self.offer(plan)
                 if self.options.late():
                     break
+        if self.best is not None:
+            for plan in (*self.narrower(self.best), *(self.reordered(self.best) if refine else ())):
+                self.offer(plan)
         # The search is for one exchange; where it is open, its outcome is judged with the other, too.
         if (found := self.best or self.misfit) is not None:
             for plan in exchanges(found, self.options.exchange)[1:]:
@@ -231,18 +236,41 @@ class Search:
         """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
         if len(grouping) == 1 or self.options.slot is not None:
             return
-        parts = self.parts(grouping, self.capacity)
-        shares = share(parts.classes, parts.counts, self.workload.seq_len) if parts is not None else None
-        if parts is None or shares is None:
-            return
-        totals = slot_totals(self.workload.seq_len, len(grouping), 5 * len(grouping))
-        ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, [1] * len(totals))
-        even_enough = [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
-        for order in (grouping, grouping[::-1]) if len(parts.classes) > 1 else (grouping,):
-            for total in even_enough[:MOST_COARSE]:
+        for order in (grouping, grouping[::-1]):
+            for total in self.coarse_totals(grouping)[:MOST_COARSE]:
                 plan = self.settle(order, functools.partial(self.round_slots, total=total))
                 if plan is not None:
                     yield plan
+                    yield from self.narrower(plan)
+
+    def coarse_totals(self, grouping: Grouping) -> list[int]:
+        """Small numbers of slots that cut the sequence about as it should be, best first."""
+        parts = self.parts(grouping, self.capacity)
+        shares = share(parts.classes, parts.counts, self.workload.seq_len) if parts is not None else None
+        if parts is None or shares is None:
+            return []
+        totals = slot_totals(self.workload.seq_len, len(grouping), COARSE_SLOTS * len(grouping))
+        ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, [1] * len(totals))
+        return [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
+
+    def narrower(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
+        halves = [plan.fusion >> i for i in range(1, plan.fusion.bit_length())]
+        for fusion in range(plan.fusion - 1, 0, -1) if len(self.places) <= FEW_RANKS else halves:
+            yield dataclasses.replace(plan, fusion=fusion)
+
+    def reordered(self, plan: Plan) -> Iterator[Plan]:
+        """Few groups in every order, with other numbers of slots: what the last gradients wait for hangs on both."""
+        grouping = [[shard.rank for shard in group.shards] for group in plan.replicas[0].groups]
+        if len(self.places) > FEW_RANKS or not 1 < len(grouping) <= MOST_REORDERED or self.options.slot is not None:
+            return
+        totals = dict.fromkeys((plan.replicas[0].slots, *self.coarse_totals(grouping)[:MOST_RETRIED]))
+        for order, total in itertools.product(itertools.permutations(grouping), totals):
+            if self.options.late():
+                break
+            found = self.settle(list(order), functools.partial(self.round_slots, total=total))
+            if found is not None:
+                yield from (found, *self.narrower(found))
 
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""

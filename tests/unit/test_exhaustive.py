@@ -159,10 +159,22 @@ class Exhaustive:
         slowest = min(node.nics * node.nic_gb_per_s for node in used.values())
         return self.parameters * (sum(counts) - 1) / sum(counts) / (slowest * 1e9)
 
+    def waiting(self, counts):
+        """Seconds in which embedding, head and a layer pass the slowest wire and nothing is computed."""
+        model, size, ranks = self.work.model, BYTES[self.work.dtype], sum(counts)
+        on_node = {}
+        for places, n in zip(self.kinds, counts, strict=True):
+            if n:
+                on_node.setdefault(places[0].node, []).extend([places[0].node_class] * n)
+        rates = [nodes[0].intra_gb_per_s for nodes in on_node.values() if len(nodes) > 1]
+        rates += [nodes[0].nics * nodes[0].nic_gb_per_s for nodes in on_node.values() if len(on_node) > 1]
+        moved = (model.layer_parameters + model.embedding_parameters) * (self.work.accumulation * size + max(4, size))
+        return moved * (ranks - 1) / ranks / (min(rates) * 1e9) if rates else 0.0
+
     def shared(self, counts, below):
         """Groups of so many devices of each kind with their slots, where compute alone is faster: ``(seconds, number of
         slots, ((devices of each kind, slots), ...))``."""
-        caps, found = self.caps(counts), set()
+        caps, found, waiting = self.caps(counts), set(), self.waiting(counts)
         for parts in partitions(counts):
             rates = [self.cuts(part)[0][0] for part in parts]
             for total in self.totals if len(parts) > 1 else self.totals[:1]:  # one group has no ring
@@ -175,8 +187,8 @@ class Exhaustive:
                 for slots in compositions(total, len(parts), 1):
                     linear = max(level[n] for level, n in zip(levels, slots, strict=True))
                     attention = max(rate * n * slot for rate, n in zip(rates, slots, strict=True))
-                    if linear + attention < below:
-                        found.add((linear + attention, total, self.first_alike(zip(parts, slots, strict=True))))
+                    if (floor := linear + attention + waiting) < below:
+                        found.add((floor, total, self.first_alike(zip(parts, slots, strict=True))))
         return found
 
     def caps(self, counts):
@@ -227,7 +239,8 @@ class Exhaustive:
     def plans(self, groups, total, below) -> Iterator:
         """Step times and plans of these groups in this order, where they may be faster."""
         slot = self.work.seq_len // total
-        linear = max(self.level(part, n * slot, self.caps(sums(groups))) for part, n in groups)
+        counts = sums(groups)
+        linear = max(self.level(part, n * slot, self.caps(counts)) for part, n in groups) + self.waiting(counts)
         choices = []
         for part, n in groups:
             limit = (below - linear) / (n * slot)
@@ -275,7 +288,8 @@ class Exhaustive:
                     yield below, dataclasses.replace(tried, predicted=predicted)
 
     def path(self, groups, cuts, tokens, slot, fusion):
-        """Seconds of a step when nothing but matrices, attention, merges, launches and all-to-alls takes time.
+        """Seconds of a step when nothing but matrices, attention, merges, launches, all-to-alls and the first and last
+        parameters takes time.
 
         Args:
             fusion: None: gathered, a call for each side.
@@ -317,7 +331,7 @@ class Exhaustive:
                 )):  # fmt: skip
                     swaps[swap] = max(swaps[swap], self.busiest(kinds, sizes, weights))
         layer = forwards * (slowest[0] + swaps[0] + swaps[1]) + slowest[1] + swaps[2] + swaps[3]
-        return linear + self.work.accumulation * model.layers * layer
+        return linear + self.work.accumulation * model.layers * layer + self.waiting(sums(groups))
 
     def busiest(self, kinds, sizes, weights):
         """Seconds of a group's all-to-all of `weights` bytes for every one of the tokens, over ports and NICs alone."""
