@@ -158,9 +158,10 @@ def serve(order: dict[str, Any]) -> None:
         module = importlib.import_module(f"recipes.{recipe}")
         launch.worker(lambda: module.run(job), job.run_dir, job.devices)
         return
-    if not (job.run_dir / "job.json").exists():  # nodes need not share their files
+    text, path = json.dumps(order["job"]), job.run_dir / "job.json"
+    if not path.exists() or path.read_text() != text:  # nodes need not share their files
         job.run_dir.mkdir(parents=True, exist_ok=True)
-        (job.run_dir / "job.json").write_text(json.dumps(order["job"]))
+        path.write_text(text)
     agents = launch.agents(own, meeting, order["nodes"], order["ranks"], order["port"])
     try:
         launch.start_ranks(command(recipe, job.run_dir), job.devices, job.run_dir, agents)
