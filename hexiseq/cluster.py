@@ -365,6 +365,8 @@ def _label(where: str, name: str, value: Any) -> str:
 def _check_text(where: str, name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where}: {name} must be a text that is not empty, got {value!r}")
+    if not value.isprintable():
+        raise ValueError(f"{where}: {name} must be one line of printable text, got {value!r}")
 
 
 def _check_count(where: str, name: str, value: Any) -> None:

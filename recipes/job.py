@@ -205,6 +205,11 @@ def prepare(config: Config, run_dir: Path, *, members: Sequence[launch.Member] |
     else:
         places = match_places(plan, cluster)
         cores = tuple(place.seat.cores for place in places)
+        absent = sorted({core for own in cores for core in own} - os.sched_getaffinity(0))
+        if absent and (members is None or len({member.node for member in members}) == 1):
+            print(f"warning: cores {', '.join(map(str, absent))} of cluster {cluster.name!r} are not available here; "
+                  "ranks that have no other are not pinned, and their speeds not what the cluster says",
+                  file=sys.stderr, flush=True)  # fmt: skip
     from recipes.loggers import check  # which needs Lightning: only for those who train
 
     _check_training(config)

@@ -52,6 +52,7 @@ MISTAKES = {
     "bad node count": (lambda c: c["nodes"][0].update(count=1.5), "count must be a positive"),
     "bad bandwidth": (lambda c: c["nodes"][1].update(intra_gb_per_s=-3), "'slow': intra_gb_per_s.*-3"),
     "node without devices": (lambda c: c["nodes"][1].update(devices=[]), "'slow': has no devices"),
+    "control characters": (lambda c: c["nodes"][1].update(name="a\x01b"), "printable text, got 'a.x01b'"),
     "doubled node": (lambda c: c["nodes"][1].update(name="fast"), "two nodes are called 'fast'"),
     "link to nowhere": (lambda c: c["links"][0].update(nodes=["fast", "moon"]), "names node 'moon'"),
     "link of three": (lambda c: c["links"][0].update(nodes=["fast", "slow", "slow"]), "joins two nodes"),
