@@ -1,4 +1,4 @@
-"""A Lightning script of a user's own on unequal nodes: Lightning's arithmetic is right, the losses those of one rank."""
+"""A Lightning script of a user's own on unequal nodes trains as one rank does."""
 
 from __future__ import annotations
 
