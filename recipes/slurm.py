@@ -91,7 +91,14 @@ def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -
     _check(config)
     if not config.get("cluster"):
         raise ValueError("recipe=slurm asks Slurm for the nodes of a cluster; name one with +cluster=NAME")
-    cluster, _, plan = solve_config(config)
+    # A job has a rank on every device it asks for.
+    cluster, _, plan = solve_config({**config, "strategy": {**config["strategy"], "drop_devices": False}})
+    if plan.excluded:
+        left = ", ".join(dict.fromkeys(device.type for device in plan.excluded))
+        raise ValueError(
+            f"strategy={plan.policy} leaves out devices of type {left}, for which Slurm need not be asked; choose a "
+            "cluster without them, or another strategy"
+        )
     assert plan.predicted is not None
     step_seconds, steps = plan.predicted.step_seconds, config["trainer"]["max_steps"]
     wanted = components(cluster, config["slurm"], recipe["start"])
@@ -100,10 +107,12 @@ def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -
         return
     walltime = _walltime(step_seconds, steps, recipe["time"], "recipe.time")
     text = script(config, cluster.name, wanted, walltime, _arguments() if arguments is None else arguments)
-    for device in dict.fromkeys(plan.excluded):
-        count = plan.excluded.count(device)
+    fast = next((rival for rival in plan.rivals if rival.name == "fast_only" and rival.step_seconds), None)
+    if fast and fast.step_seconds and fast.step_seconds < step_seconds:
         print(
-            f"warning: the plan leaves out {count} x {device.type} on {device.node}: {device.reason}", file=sys.stderr
+            f"warning: the fast devices alone are predicted to take {_time(fast.step_seconds)} a step, all together "
+            f"{_time(step_seconds)}; a cluster without the others would do",
+            file=sys.stderr,
         )
     if walltime.seconds > walltime.limit_seconds:
         print(f"warning: {_requeued(walltime)}", file=sys.stderr)
@@ -244,7 +253,7 @@ def _command(start: str, parts: Sequence[Component], site: Config, arguments: Se
         "# USR1 is for the ranks: it would end torchrun.",
         " ".join([*srun, "bash", "-c", f"'trap \"\" USR1; exec {agent}'", "agent", "\\"]),
         f'  --nnodes={sum(part.nodes or 0 for part in parts)} --master-addr="$master" '
-        "--master-port=$((20000 + SLURM_JOB_ID % 20000)) \\",
+        "--master-port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))} \\",
         f"  {' '.join(job)}",
     ]
 

@@ -223,6 +223,9 @@ def test_time_limits_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "100,000,000 steps about" in out
     assert err.startswith("warning: ")
     assert "each requeued and resumed" in err
+    small = ("recipe=slurm", "+cluster=h100_a100", "model=tiny_llama", "data.seq_len=256")
+    slurm.run(composed(*small), tmp_path, small)
+    assert "warning: the fast devices alone are predicted to take" in capsys.readouterr().err
     limits = ("data.seq_len=32768", "recipe.time='0:02'", "recipe.signal_seconds=1")
     with pytest.raises(ValueError, match=r"recipe\.time: a time limit of 2 s is shorter than one step"):
         slurm.run(composed(*SMALL, *limits), tmp_path, SMALL)
@@ -246,6 +249,7 @@ def test_a_time_limit_is_read_as_sbatch_does(text: Any, seconds: float) -> None:
         (("slurm.cpus_per_gpu=0",), "slurm.cpus_per_gpu must be a positive number or null, got 0"),
         (("slurm.partition=h100",), "slurm.partition must map device types to names, got 'h100'"),
         (("slurm.setup=module",), "slurm.setup must be a list of texts, got 'module'"),
+        (("strategy=fast_only",), "strategy=fast_only leaves out devices of type cpu_half_core"),
         (("recipe.check=nowhere",), "recipe.check nowhere cannot be read: No such file"),
         (("recipe.file=nowhere/x",), "recipe.file nowhere/x cannot be written: No such file"),
         (("~cluster",), r"name one with \+cluster=NAME"),

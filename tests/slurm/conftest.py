@@ -10,6 +10,7 @@ import pytest
 from tests.slurm.mini import Mini, Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 400  # that a job may take on a busy machine
 LAYOUT = "h100:2:8 a100:2:4 l40s:1:2"
 
 

@@ -27,11 +27,12 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 NETWORK = "10.213.77"
 CONTROLLER = "control"
-NODE_CPUS, NODE_MB = 32, 16000
+NODE_CPUS, NODE_MB = 128, 2_000_000
 START_SECONDS = 30
-GRACE_SECONDS = 3  # that a preempted job has left
-# How soon a requeued job may start again is, oddly, the lifetime of a job credential. Looks every second rather than
-# every half minute. Requests that no nodes could meet are refused at once.
+GRACE_SECONDS = 120  # that a preempted job has left; it may end earlier
+# How soon a requeued job may start again is, oddly, the lifetime of a job credential. The scheduler looks every second
+# rather than every half minute, but only once something has happened: nodes report every third of SlurmdTimeout.
+# Requests that no nodes could meet are refused at once.
 CONFIGURATION = """
 ClusterName=mini
 SlurmctldHost={controller}
@@ -60,16 +61,22 @@ GresTypes=gpu
 EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 KillWait=5
+SlurmdTimeout=30
 MinJobAge=3600
 """
 INSTALL_SECONDS = 300
 # This Python for jobs, and Slurm's daemons, which are not on everybody's path.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-# The first process of the namespaces: it takes in orphans, and ends when its input does.
+# The first process of the namespaces: it takes in orphans, and ends when its input does; then so do all others.
 INIT = """
-import os, sys, threading, time
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+import os, shutil, sys, threading, time
+def end():
+    sys.stdin.read()
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    os._exit(0)
+threading.Thread(target=end, daemon=True).start()
 print("up", flush=True)
 while True:
     try:
@@ -156,7 +163,7 @@ class Mini:
         self.folder.chmod(0o755)
         self._init = subprocess.Popen(
             ["unshare", "--pid", "--net", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc",
-             sys.executable, "-I", "-c", INIT],
+             sys.executable, "-I", "-c", INIT, str(self.folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -235,6 +242,21 @@ class Mini:
             assert time.monotonic() < deadline, f"job {job} has not ended in {seconds} s\n{self.show(job)}"
             time.sleep(0.3)
         return self.states(job)
+
+    def processes(self, job: int) -> dict[int, int]:
+        """A job's ranks: the number each has on this machine, outside the namespaces."""
+        found, own = {}, os.readlink(f"/proc/{self._enter[1].partition('=')[2]}/ns/pid")
+        for folder in Path("/proc").iterdir():
+            try:
+                if not folder.name.isdecimal() or os.readlink(folder / "ns" / "pid") != own:
+                    continue
+                items = (folder / "environ").read_text(errors="replace").split("\0")
+            except OSError:  # it has ended, or never had any
+                continue
+            environment = dict(item.split("=", 1) for item in items if "=" in item)
+            if environment.get("SLURM_JOB_ID") == str(job) and "RANK" in environment:
+                found[int(environment["RANK"])] = int(folder.name)
+        return found
 
     def states(self, job: int) -> list[str]:
         return re.findall(r"JobState=(\w+)", self.show(job))

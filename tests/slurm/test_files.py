@@ -11,7 +11,7 @@ import pytest
 from hexiseq.cluster import Cluster, gres_of
 from recipes import slurm as recipe
 from recipes.slurm import Component
-from tests.slurm.conftest import ROOT
+from tests.slurm.conftest import ROOT, SECONDS
 from tests.slurm.mini import NODE_CPUS, Mini
 from tests.test_configs import composed, names
 from tests.test_slurm_recipe import WALLTIME
@@ -69,10 +69,21 @@ def test_a_sweep_gives_every_line_a_task_of_its_own(slurm: Mini, checkout: Path)
     )
     (checkout / "list.txt").write_text("\n".join(lines) + "\n")
     job = slurm.submit("slurm/sweep.sbatch", "--array=1-3", "--", "list.txt", cwd=checkout)
-    states = slurm.wait(job, 120)
+    states = slurm.wait(job, SECONDS)
     outputs = [(checkout / f"sweep-{job}_{task}.out").read_text() for task in (1, 2, 3)]
     assert sorted(states) == ["COMPLETED", "COMPLETED", "FAILED"], outputs
     assert "error: list.txt has no line 3" in outputs[2]
     folder = checkout / "outputs" / f"slurm-{job}"
     assert json.loads((folder / "1" / "plan.json").read_text())["seq_len"] == 256
     assert json.loads((folder / "2" / "simulation.json").read_text())["settings"]["stragglers"] == {"0": 2}
+
+
+def test_a_rehearsal_runs(slurm: Mini, checkout: Path) -> None:
+    few = ("trainer.max_steps=2", "trainer.validation_sequences=0", "data=synthetic")
+    job = slurm.submit("slurm/rehearse.sbatch", "--", *few, cwd=checkout)
+    states = slurm.wait(job, SECONDS)
+    output = (checkout / f"rehearse-{job}.out").read_text()
+    assert states == ["COMPLETED"], output
+    assert "REHEARSAL" in output
+    assert "step 2/2" in output
+    assert (checkout / "outputs" / f"slurm-{job}" / "plan.target.json").exists()
