@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import subprocess
 from functools import cache
@@ -72,7 +73,11 @@ def test_files_of_the_repository_are_those_it_makes(
     monkeypatch.chdir(ROOT)
     arguments = ["recipe=slurm", "+cluster=h100_a100", "recipe.file=slurm/h100_a100.sbatch"]
     slurm.run(composed(*arguments[:2]), tmp_path, arguments)
-    assert capsys.readouterr().out == (FILES / "h100_a100.sbatch").read_text()
+    # What the plan predicts may change with the cost model; the file says how it is made anew.
+    there, now = (re.sub(r"[\d.]+ \w+ a step .*;", "...;", text) for text in (
+        (FILES / "h100_a100.sbatch").read_text(), capsys.readouterr().out
+    ))  # fmt: skip
+    assert there == now
     assert not wrong((FILES / "single_partition.sbatch").read_text(), "h100_a100", tmp_path)
     core = [slurm.Component("cpu", "", 1, {}, 1, 1)]
     for name in ("rehearse", "sweep"):
