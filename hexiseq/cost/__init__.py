@@ -17,6 +17,7 @@ from hexiseq.cost.memory import (
     least_token_bytes,
     longest_length,
     memory_gb,
+    most_tokens,
     token_bytes,
     token_capacity,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "lower_bound",
     "match_places",
     "memory_gb",
+    "most_tokens",
     "optimizer_seconds",
     "parameter_traffic",
     "passes",

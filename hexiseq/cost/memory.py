@@ -17,6 +17,7 @@ from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
 
 MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
 LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at one time
+SEARCHED = 32  # numbers of tokens weighed together when the most that fit are sought
 
 
 class OutOfMemory(ValueError):
@@ -117,7 +118,9 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
     """
     forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
     for kind in replica_kinds(plan, _anywhere):
-        forward[kind.ranks], backward[kind.ranks] = _replica_attention_bytes(plan, kind.replica, workload)
+        at, tokens = _attention(plan, kind.replica, workload), kind.replica.array[:, 1]
+        one = _attention_bytes(at, tokens, workload)
+        forward[kind.ranks], backward[kind.ranks] = (kind.replica.sequences * size for size in one)
     return forward, backward
 
 
@@ -125,11 +128,32 @@ def _anywhere(ranks: Sequence[int]) -> None:
     """Memory does not ask which devices a replica is on."""
 
 
-def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """The same of one replica's ranks, in its order. Numbers of heads are counted before they become bytes."""
+@dataclass(frozen=True)
+class _Attention:
+    """What attention holds on each rank of a replica, but for what depends on how many tokens of its group are its own.
+
+    Bytes are of one head dim of one sequence.
+
+    Attributes:
+        alone: whether the rank is a group of its own.
+        adopts: whether its own call's result becomes the sum of all.
+        shares: whether gradients of KV heads travel as unrounded sums, since several members hold some.
+        held: KV heads, counted twice, of all members together.
+        forward, backward: bytes of heads, of sums, of the most that calls hold beside these, of what the last call
+            left, and of a rounded copy of the sums.
+    """
+
+    alone: np.ndarray
+    adopts: np.ndarray
+    shares: np.ndarray
+    held: np.ndarray
+    forward: tuple[np.ndarray, ...]
+    backward: tuple[np.ndarray, ...]
+
+
+def _attention(plan: Plan, replica: Replica, workload: Workload) -> _Attention:
     model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
-    all_q, all_kv = model.heads, 2 * model.kv_heads
-    home, tokens = replica.array[:, 0], replica.array[:, 1].astype(float)
+    home = replica.array[:, 0]
     rows = np.array([group.num_tokens for group in replica.groups], float)[home]
     alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
     h = (replica.array[:, 3] - replica.array[:, 2]).astype(float)
@@ -150,48 +174,45 @@ def _replica_attention_bytes(plan: Plan, replica: Replica, workload: Workload) -
     parts = at.before * last_h + at.now * most_h
     grads = parts + at.keys_before * last_kv + at.keys_now * most_kv
 
-    # Forward. Merging casts a part, and takes about eight rows of log-sum-exps.
+    # Merging casts a part, and takes about eight rows of log-sum-exps.
     merge = at.now * most_h * (size + rounds * wide + 8 * wide / model.head_dim)
     merge[0] = 0.0  # the own call is copied
     working = at.kv * size + np.maximum(parts * size, merge)
-    sent, sums, result = tokens * (all_q + all_kv) * size, rows * h * wide, tokens * all_q * size
     heads = np.where(alone, 0.0, rows * (h + kv) * size)
-    # At the end what the last call held is still there, and the result beside what it is made from.
-    message = rows * h * size * rounds
-    home_bytes = np.where(alone, np.where(adopts, 0.0, result), message + 2 * result)
-    forward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
+    forward = heads, rows * h * wide, working.max(0), working[-1], rows * h * size * rounds
 
-    # Backward.
     working = at.kv * size + at.dkv * wide + grads * size
-    sent, sums, result = tokens * (3 * all_q + all_kv) * size, rows * (h + kv) * wide, tokens * (all_q + all_kv) * size
     heads = np.where(alone, 0.0, rows * (3 * h + kv) * size)
-    # Partial sums of a KV head that several members hold are not rounded before they are added.
     held = np.bincount(home, kv)[home]
-    travels = np.where(held > all_kv, wide, size)
-    message = np.where(travels < wide, rows * (h + kv) * size, 0.0)
+    shares = held > 2 * model.kv_heads
+    rounded = np.where(np.where(shares, wide, size) < wide, rows * (h + kv) * size, 0.0)
+    backward = heads, rows * (h + kv) * wide, working.max(0), working[-1], rounded
+    return _Attention(alone, adopts, shares, held, forward, backward)
+
+
+def _attention_bytes(at: _Attention, tokens: np.ndarray, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Peak bytes of one call, forward and backward, of ranks with so many tokens, a vector or rows of vectors."""
+    model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
+    all_q, all_kv = model.heads, 2 * model.kv_heads
+
+    # At the end what the last call held is still there, and the result beside what it is made from.
+    heads, sums, most, left, rounded = at.forward
+    sent, result = tokens * (all_q + all_kv) * size, tokens * all_q * size
+    home = np.where(at.alone, np.where(at.adopts, 0.0, result), rounded + 2 * result)
+    forward = np.maximum(np.where(at.alone, 0.0, sent) + heads, heads + sums + np.maximum(most, left + home)) - result
+
+    heads, sums, most, left, rounded = at.backward
+    sent, result = tokens * (3 * all_q + all_kv) * size, tokens * (all_q + all_kv) * size
+    # Partial sums of a KV head that several members hold are not rounded before they are added.
+    travels = np.where(at.shares, wide, size)
     local = tokens * (all_q + all_kv) * wide
-    home_bytes = np.where(
-        alone,
-        np.where(adopts, 0.0, local + result),
-        message + tokens * (all_q + held) * travels + np.where(travels > size, local, 0.0) + result,
+    home = np.where(
+        at.alone,
+        np.where(at.adopts, 0.0, local + result),
+        rounded + tokens * (all_q + at.held) * travels + np.where(travels > size, local, 0.0) + result,
     )
-    backward = _peak(np.where(alone, 0.0, sent), heads, sums, working, home_bytes, result)
-    unit = model.head_dim * replica.sequences
-    return unit * forward, unit * backward
-
-
-def _peak(
-    sent: np.ndarray, heads: np.ndarray, sums: np.ndarray, working: np.ndarray, home: np.ndarray, result: np.ndarray
-) -> np.ndarray:
-    """The most of an all-to-all to heads, the calls, and the way back to tokens, without the result.
-
-    Args:
-        sent, heads: the message and what it becomes.
-        sums: of all calls.
-        working: what calls hold beside these, ``[moments, ranks]``; the last moment is after the last call.
-        home: all that is made of the sums, the result included.
-    """
-    return np.maximum(sent + heads, heads + sums + np.maximum(working.max(0), working[-1] + home)) - result
+    backward = np.maximum(np.where(at.alone, 0.0, sent) + heads, heads + sums + np.maximum(most, left + home)) - result
+    return model.head_dim * forward, model.head_dim * backward
 
 
 @dataclass(frozen=True)
@@ -216,13 +237,16 @@ class _Moments:
     @staticmethod
     def of(*moments: tuple[np.ndarray | float, ...]) -> _Moments:
         """From the attributes at each moment, or at several moments, in their order."""
-        width = max(np.shape(value)[-1] for moment in moments for value in moment if np.ndim(value))
-
-        def stacked(values: tuple[np.ndarray | float, ...]) -> np.ndarray:
-            moments = max(1 if np.ndim(value) < 2 else np.shape(value)[0] for value in values)
-            return np.stack([np.broadcast_to(value, (moments, width)) for value in values])
-
-        return _Moments(*np.concatenate([stacked(moment) for moment in moments], axis=1))
+        shapes = [[np.shape(value) for value in moment] for moment in moments]
+        width = max(shape[-1] for moment in shapes for shape in moment if shape)
+        count = [max(shape[0] if len(shape) > 1 else 1 for shape in moment) for moment in shapes]
+        stacked = np.empty((len(moments[0]), sum(count), width))
+        end = 0
+        for moment, rows in zip(moments, count, strict=True):
+            for attribute, value in enumerate(moment):
+                stacked[attribute, end : end + rows] = value
+            end += rows
+        return _Moments(*stacked)
 
 
 def _group_rows(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
@@ -375,18 +399,46 @@ def _memory_parts(kinds: Sequence[Kind], workload: Workload, places: Sequence[Pl
 
 def _share_gb(kind: Kind, workload: Workload) -> np.ndarray:
     """GB that the ranks of one replica need because of their share."""
+    at = _attention(kind.plan, kind.replica, workload)
+    return _held_gb(kind.replica, at, kind.replica.array[:, 1], workload)
+
+
+def _held_gb(replica: Replica, at: _Attention, tokens: np.ndarray, workload: Workload) -> np.ndarray:
+    """The same of ranks with so many tokens of their groups, a vector or rows of vectors."""
     model, size = workload.model, workload.element_bytes
     kept, working = token_bytes(workload)
-    replica, batch = kind.replica, kind.replica.sequences
-    attention = np.maximum(*_replica_attention_bytes(kind.plan, replica, workload))
-    home, tokens, first, last = replica.array.T
-    rows = np.bincount(home, tokens)[home] * (last - first)
+    batch = replica.sequences
+    attention = batch * np.maximum(*_attention_bytes(at, tokens, workload))
+    home, own, first, last = replica.array.T
+    rows = np.bincount(home, own)[home] * (last - first)
     lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
     mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
     layer = batch * tokens * working + np.maximum(attention, mlp)
     logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
     loss = batch * (logits + tokens * model.hidden * size)
     return (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
+
+
+def most_tokens(kind: Kind, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+    """What ranks of a replica can hold, with the heads, groups and slots there are.
+
+    Returns:
+        The most tokens of its group that each rank can hold, -1 where there is no room for its heads; and the part of
+        the memory for its share that a rank takes without a token, infinite where there is no such memory.
+    """
+    at = _attention(kind.plan, kind.replica, workload)
+    devices = [places[rank].device for rank in kind.ranks[0].tolist()]
+    free = MEMORY_FRACTION * np.array([device.memory_gb for device in devices])
+    free -= np.array([device.overhead_gb for device in devices]) + fixed_bytes(workload, len(places)) / GB
+    free *= 1 - 1e-12  # sums in another order must fit, too
+    # Memory grows with tokens: between the most that is known to fit and the least that does not, ever finer.
+    most, step = np.full(len(devices), -1), workload.seq_len + 1
+    while step > 1:
+        step = -(-step // SEARCHED)
+        tokens = most + step * np.arange(1, SEARCHED + 1)[:, None]
+        most = most + step * (_held_gb(kind.replica, at, tokens, workload) <= free).sum(0)
+    none = _held_gb(kind.replica, at, np.zeros(len(devices)), workload)
+    return np.minimum(most, workload.seq_len), np.where(free > 0, none / np.where(free > 0, free, 1.0), np.inf)
 
 
 def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:

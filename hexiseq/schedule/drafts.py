@@ -40,7 +40,7 @@ def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()
     """The plan with every rank, and its prediction with memory."""
     job = found.job
     replicas = [
-        (min(row), _renumbered(kind.replica, row)) for kind in found.kinds for row in kind.ranks.tolist()
+        (min(row), renumbered(kind.replica, row)) for kind in found.kinds for row in kind.ranks.tolist()
     ]  # fmt: skip
     replicas.sort(key=lambda item: item[0])
     devices: dict[tuple[int, str], RankDevice] = {}
@@ -61,7 +61,7 @@ def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()
     )
 
 
-def _renumbered(replica: Replica, ranks: Sequence[int]) -> Replica:
+def renumbered(replica: Replica, ranks: Sequence[int]) -> Replica:
     """The replica with these ranks, in its order."""
     ahead = iter(ranks)
     groups = tuple(

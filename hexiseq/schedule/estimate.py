@@ -81,6 +81,10 @@ class Job:
         """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
         return cost.alike_memory_gb(kinds, self.workload, self.places)
 
+    def most_tokens(self, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+        """`cost.most_tokens` of replicas of this kind."""
+        return cost.most_tokens(kind, self.workload, self.places)
+
 
 @dataclass(frozen=True)
 class Alike:

@@ -1,8 +1,8 @@
-"""The split inside one group, exact: integer heads and integer tokens of its members, each by a small integer program.
+"""The split inside one group, exact: integer heads of its members by a small integer program, and integer tokens.
 
-Programs are over what can still win, not over all there is: a greedy answer bounds the ranges of heads that are worth a
-variable, and members alike share one. Members that are all alike and cut evenly need no program. Answers are cached,
-since the same group comes up in many groupings.
+The program is over what can still win, not over all there is: a greedy answer bounds the ranges of heads that are worth
+a variable. Members that are all alike and cut evenly need no program. Answers are cached, since the same group comes up
+in many groupings.
 """
 
 from __future__ import annotations
@@ -163,41 +163,24 @@ def _best_path(options: list[list[Range]], least: float, piece: float, total: in
     return path if joined and len(path) == len(options) else None
 
 
-# Tokens --------------------------------------------------------------------------------------------------------
+# Tokens ---------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
 def share_tokens(total: int, seconds: tuple[float, ...], caps: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Tokens of each member: least largest ``tokens * seconds``, none above its cap; None when caps are short."""
-    width = len(seconds)
+    """Tokens of each member: least largest ``tokens * seconds``, none above its cap; None when caps are short.
+
+    Exact without a program: up to the time by which all hold as many in fractions, then one by one to the member that
+    would finish first.
+    """
     if sum(caps) < total:
         return None
-    if len(set(seconds)) == 1 and min(caps) * width >= total + width:
-        return tuple(total // width + (i < total % width) for i in range(width))
-    alike: dict[tuple[float, int], list[int]] = {}
-    for member, kind in enumerate(zip(seconds, caps, strict=True)):
-        alike.setdefault(kind, []).append(member)
-    program = integer_program()
-    program.preprocess = 0
-    finish = program.add_var(name="finish")
-    fullest, held = {}, []
-    for (one, cap), members in alike.items():
-        most = program.add_var(var_type=mip.INTEGER, ub=min(cap, total))
-        program.add_constr(finish >= one * NANOSECONDS * most)
-        held.append(len(members) * most)
-        fullest.update(dict.fromkeys(members, most))
-    program.add_constr(mip.xsum(held) >= total)
-    program.objective = mip.minimize(finish)
-    sizes = [round(fullest[member].x) for member in range(width)] if solved(program) else []
-    for _ in range(sum(sizes) - total):  # what is too much goes from those that finish last
-        sizes[max(range(width), key=lambda m: (sizes[m] * seconds[m], m))] -= 1
-    fits = sum(sizes) == total and all(0 <= size <= cap for size, cap in zip(sizes, caps, strict=True))
-    return tuple(sizes if fits else _fill(total, seconds, caps))
-
-
-def _fill(total: int, seconds: tuple[float, ...], caps: tuple[int, ...]) -> list[int]:
-    """The same by filling up one after the other, for when there is no program."""
-    level = max(0.0, (total - len(seconds)) / sum(1 / one for one in seconds))
+    left, rate, level = float(total), sum(1 / one for one in seconds), 0.0
+    for full, m in sorted((cap * one, m) for m, (cap, one) in enumerate(zip(caps, seconds, strict=True))):
+        if rate <= 0 or (level := left / rate) <= full:
+            break
+        left, rate = left - caps[m], rate - 1 / seconds[m]
+    level *= 1 - 1e-12
     sizes = [min(cap, int(level / one)) for one, cap in zip(seconds, caps, strict=True)]
     waiting = [
         ((size + 1) * one, m) for m, (size, one) in enumerate(zip(sizes, seconds, strict=True)) if size < caps[m]
@@ -208,4 +191,4 @@ def _fill(total: int, seconds: tuple[float, ...], caps: tuple[int, ...]) -> list
         sizes[m] += 1
         if sizes[m] < caps[m]:
             heapq.heappush(waiting, ((sizes[m] + 1) * seconds[m], m))
-    return sizes
+    return tuple(sizes)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from hexiseq.schedule.even import Counts, build_plan, even_totals, exchanges, sl
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
+from hexiseq.schedule.templates import Kinds, template_groupings
 
 MOST_FUSED = 32  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
@@ -35,8 +36,10 @@ FEW_RANKS = 6  # so few that coarse slots are tried, too
 COARSE_SLOTS, MOST_COARSE, MOST_UNEVEN = 6, 12, 0.25
 MOST_REORDERED, MOST_RETRIED = 4, 6  # groups tried in every order, and numbers of slots with each
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
-MOST_ATTEMPTS, GENTLE_ATTEMPTS = 20, 8  # at shares that fit memory, and of these with small changes
+MOST_ATTEMPTS = 12  # at shares that fit memory
+CAP_GRAINS = 256  # of what a rank can hold at the very most: how fine caps are
 GRACE_SECONDS = 4.0  # beyond the time limit, to find anything that fits
+FAR = 0.02  # from the bound: a plan that is farther is worth a program over templates
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
 
 
@@ -113,6 +116,8 @@ class Search:
                 self.offer(plan)
                 if self.options.late():
                     break
+        if refine:
+            self.mix()
         if self.best is not None:
             for plan in (*self.narrower(self.best), *(self.reordered(self.best) if refine else ())):
                 self.offer(plan)
@@ -121,6 +126,60 @@ class Search:
             for plan in exchanges(found, self.options.exchange)[1:]:
                 self.offer(plan)
         return self.best
+
+    def mix(self) -> None:
+        """Try groupings by templates where the plan is far from what its devices could do, and memory is why."""
+        plan = self.best or self.misfit
+        if plan is None or len(self.places) == 1 or self.options.late(self.best is not None):
+            return
+        devices = [place.device for place in self.places]
+        if self.seconds < (1 + FAR) * cost.devices_bound(devices, self.workload):
+            return
+        room, alone = self.room(plan)
+        if np.isinf(alone).any():
+            return
+        shards = [shard for group in plan.replicas[0].groups for shard in group.shards]
+        if self.best is not None and all(s.num_tokens < NEARLY_FULL * room[s.rank] for s in shards):
+            return
+        model, below = self.workload.model, self.seconds / self.workload.accumulation
+        moved = model.layers * model.head_dim * self.workload.element_bytes * self.workload.sequences
+        kinds = self.kinds(plan, room, alone)
+        tried: list[tuple[float, int, Grouping]] = []
+        for grouping in template_groupings(
+            kinds, model.heads, model.kv_heads, (self.job.forwards * moved, moved), self.workload.seq_len,
+            FUSED_TOKENS[0], below, lambda: self.options.late(self.best is not None),
+        ):  # fmt: skip
+            if (plan := self.settle(grouping, self.program_slots)) is not None:
+                tried.append((self.offer(plan), len(tried), grouping))
+        for _, _, grouping in sorted(tried, key=lambda item: item[:2])[:1]:
+            for plan in self.refine(grouping[::-1], other_totals=True):
+                self.offer(plan)
+
+    def kinds(self, plan: Plan, room: np.ndarray, alone: np.ndarray) -> Kinds:
+        """The kinds of devices, with what a plan says of their memory."""
+        ranks: dict[tuple, dict[int, list[int]]] = {}
+        for rank, kind in enumerate(self.exchange.alike):
+            ranks.setdefault(kind, {}).setdefault(int(self.node[rank]), []).append(rank)
+        nodes = [list(found.values()) for found in ranks.values()]
+        first = [found[0][0] for found in nodes]
+        bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
+        # Tokens fewer for a token of the group and head, of those that have heads.
+        spent = {s.rank: alone[s.rank] * bare[s.rank] / (s.num_heads * group.num_tokens)
+                 for group in plan.replicas[0].groups for s in group.shards if s.num_heads}  # fmt: skip
+        everyone = float(np.mean(list(spent.values())))
+        members = [[rank for node in found for rank in node] for found in nodes]
+        head = [np.mean([spent[r] for r in own if r in spent] or [everyone]) for own in members]
+        seats = np.bincount(self.node)
+        return Kinds(
+            nodes,
+            self.linear[first],
+            self.job.forwards * self.forward[first] + self.backward[first],
+            (self.job.forwards + 1) * self.merge[first],
+            np.array([bare[own].mean() for own in members]),
+            np.array(head),
+            self.port[first],
+            self.nic[self.node[first]] / seats[self.node[first]],
+        )
 
     def lay_out_groups(self, grouping: Grouping) -> Plan | None:
         """The plan with these groups, if it fits, by the faster exchange."""
@@ -274,27 +333,30 @@ class Search:
 
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
-        plan, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
-        if plan is None or free or self.options.late(self.best is not None):
-            return plan
-        others = [self.fit(grouping, slots_of, tokens)[0] for tokens in FUSED_TOKENS[1:]]
-        others += [self.fit(grouping, slots_of, tokens, gentle_attempts=0)[0] for tokens in FUSED_TOKENS]
-        fits = [one for one in (plan, *others) if one is not None and max(self.over_gb(one)) <= 0]
-        return min(fits, key=lambda one: self.job.judge([self.kind(one)]).step_seconds, default=plan)
+        best, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
+        if best is None or free:
+            return best
+        seconds = math.inf if max(self.over_gb(best)) > 0 else self.job.judge([self.kind(best)]).step_seconds
+        for tokens in FUSED_TOKENS[1:]:
+            if self.options.late(self.best is not None):
+                break
+            plan, _ = self.fit(grouping, slots_of, tokens)
+            if plan is None or max(self.over_gb(plan)) > 0:
+                continue
+            if (now := self.job.judge([self.kind(plan)]).step_seconds) >= seconds:
+                break
+            best, seconds = plan, now
+        return best
 
     def fit(
-        self,
-        grouping: Grouping,
-        slots_of: Callable[[Parts], tuple[int, list[int]] | None],
-        fused_tokens: int,
-        gentle_attempts: int = GENTLE_ATTEMPTS,
+        self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None], fused_tokens: int
     ) -> tuple[Plan | None, bool]:
         """Share slots, lay out, and while a rank overflows cap what it may hold and share again.
 
         Returns:
             The plan, the last one where none fits, and whether no rank had to be capped.
         """
-        caps, head_caps = self.capacity.copy(), np.full(len(self.places), self.workload.model.heads)
+        caps, head_caps = self.capacity, np.full(len(self.places), self.workload.model.heads)
         plan = None
         for attempt in range(MOST_ATTEMPTS):
             parts = self.parts(grouping, caps, head_caps)
@@ -302,19 +364,55 @@ class Search:
             if parts is None or found is None:
                 break
             slot, slots = found
-            counts = self.lay_out(parts, slot, slots, caps)
+            counts = self.lay_out(parts, slot, slots, caps) or self.lay_out(parts, slot, slots, self.capacity)
             if counts is None:
                 break
-            # A call wider than the slots that a neighbour keeps in flight would make it wait for gradients.
-            most = max(1, min(min(slots), max(slots) - 1, MOST_FUSED))
-            fusion, exchange = max(1, min(round(fused_tokens / slot), most)), self.options.exchange or "ring"
+            fusion = max(1, min(round(fused_tokens / slot), widest_fusion(slots)))
+            exchange = self.options.exchange or "ring"
             plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
-            over_gb = self.over_gb(plan)
-            if max(over_gb) <= 0:
+            if max(self.over_gb(plan)) <= 0:
                 return plan, attempt == 0
-            if not self.tighten(plan, over_gb, caps, head_caps, gently=attempt < gentle_attempts):
-                break
+            room, alone = self.room(plan)
+            if np.isinf(alone).any():
+                break  # parameters leave a rank no room, whatever its share
+            # What a rank can hold hangs on its heads and on its group's slots, not on who has the group's other tokens.
+            if alone.max() <= 1 and (counts := self.lay_out(parts, slot, slots, room)) is not None:
+                return build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange), False
+            caps, head_caps = self.capped(plan, room, alone, head_caps)
         return plan, False
+
+    def room(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """`cost.most_tokens` of the plan, by rank."""
+        ranks = list(plan.replicas[0].ranks)
+        found = np.empty((2, len(ranks)))
+        found[:, ranks] = self.job.most_tokens(self.kind(plan))
+        return found[0], found[1]
+
+    def capped(
+        self, plan: Plan, room: np.ndarray, alone: np.ndarray, head_caps: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Caps of tokens and heads with which every group has room for all it gets.
+
+        What a rank holds for its heads is in proportion to its group's tokens: so many fewer of these leave it more
+        room for its own.
+
+        Args:
+            room, alone: of the plan, as `room` has them.
+        """
+        caps, head_caps = self.capacity.copy(), head_caps.copy()
+        # Without heads there would be so much.
+        bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
+        for group in plan.replicas[0].groups:
+            members = list(group.ranks)
+            scale = float(bare[members].sum() / (group.num_tokens + (bare * alone)[members].sum()))
+            left = bare[members] * (1 - scale * alone[members])
+            # Nearly equal caps are equal, so that groups alike stay alike.
+            grain = self.capacity[members] / CAP_GRAINS + 1e-9
+            caps[members] = np.clip(np.floor(left / grain) * grain, 0.0, self.capacity[members])
+            for shard in group.shards if len(members) > 1 else ():
+                if (over := scale * float(alone[shard.rank])) > 1 and shard.num_heads:
+                    head_caps[shard.rank] = min(shard.num_heads - 1, int(shard.num_heads / over))
+        return caps, head_caps
 
     def over_gb(self, plan: Plan) -> list[float]:
         """Memory each rank lacks, by rank; negative where some is left."""
@@ -323,31 +421,6 @@ class Search:
             over = dict(zip(plan.replicas[0].ranks, (used - limit).tolist(), strict=True))
             self._weighed = plan, [over[rank] for rank in range(len(self.places))]
         return self._weighed[1]
-
-    def tighten(self, plan: Plan, over_gb: list[float], caps: np.ndarray, head_caps: np.ndarray, gently: bool) -> bool:
-        """Lower the caps of ranks that overflow. False when nothing is left to lower.
-
-        Args:
-            gently: by what a token takes on average, an upper estimate of what one less frees; else by what it frees at
-                the least.
-        """
-        changed = False
-        least = cost.least_token_bytes(self.workload) * self.workload.sequences
-        for group in plan.replicas[0].groups:
-            for shard in group.shards:
-                over = over_gb[shard.rank] * 1e9
-                if over <= 0:
-                    continue
-                average = (self.capacity[shard.rank] * least + over) / max(shard.num_tokens, 1)
-                fewer = math.ceil(over / (max(least, average) if gently else least)) + 1
-                if shard.num_tokens > 0 and (len(group.shards) == 1 or fewer <= shard.num_tokens):
-                    caps[shard.rank] = max(0, min(caps[shard.rank], shard.num_tokens) - fewer)
-                    changed = True
-                elif shard.num_heads > 0 and len(group.shards) > 1:
-                    caps[shard.rank] = 0
-                    head_caps[shard.rank] = shard.num_heads - 1
-                    changed = True
-        return changed
 
     def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray | None = None) -> Parts | None:
         """The groups by class, or None when heads or tokens cannot fit.
@@ -521,6 +594,12 @@ class Parts:
     counts: list[int]
     index: list[int]
     members: list[list[int]]
+
+
+def widest_fusion(slots: Sequence[int]) -> int:
+    """The most slots of a call, where groups have so many."""
+    # A call wider than the slots that a neighbour keeps in flight would make it wait for gradients.
+    return max(1, min(min(slots), max(slots) - 1, MOST_FUSED))
 
 
 @functools.lru_cache(maxsize=256)

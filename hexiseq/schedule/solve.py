@@ -14,7 +14,7 @@ from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
 from hexiseq.cost import Kind, OutOfMemory
 from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Gain, Plan, Rival
-from hexiseq.schedule.drafts import Draft, written
+from hexiseq.schedule.drafts import Draft, renumbered, written
 from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import (
     CONTEXT_FIRST,
@@ -24,6 +24,7 @@ from hexiseq.schedule.even import (
     exchanges,
     legal_widths,
 )
+from hexiseq.schedule.polish import polish
 from hexiseq.schedule.replicas import divisions, replica_numbers
 from hexiseq.schedule.search import Options, Search
 from hexiseq.workload import Workload
@@ -288,6 +289,9 @@ def _hexiseq(
             part, _ = _search(job, options, refine=True)  # rounding alone is within a few percent
         if part is not None and (best is None or part.seconds < best.seconds):
             best = part
+    if best is not None:
+        polished = _polished(best, options)
+        best, full = polished, polished if full is best else full
     if best is None:
         if misfit is None and isinstance(seed, OutOfMemory):
             raise _explain(seed, cluster, workload, "hexiseq", drop_devices, options)
@@ -308,6 +312,16 @@ def _hexiseq(
         gains = tuple(Gain(source, before / after) for source, (before, after) in sources)
         plan = plan.annotated(gains=gains)
     return plan
+
+
+def _polished(found: Draft, options: Options) -> Draft:
+    """The draft after small changes, where all its replicas are alike."""
+    if len(found.kinds) > 1:
+        return found
+    (kind,) = found.kinds
+    search = Search(found.job, Alike(kind.ranks, kind.replica.sequences), options)
+    in_order = renumbered(kind.replica, range(kind.ranks.shape[1]))
+    return Draft(found.job, (search.kind(polish(search, dataclasses.replace(kind.plan, replicas=(in_order,)))),))
 
 
 def _part_floor(places: Sequence[Place], workload: Workload) -> float:

@@ -511,9 +511,9 @@ def draw_case(seed):
     return Case(cluster, work, COARSE if len(cluster.places) > 2 else ALL_TOTALS)
 
 
-# Cases in which a plan is known that is faster by more than `WORSE`, and what the scheduler may miss there.
-MISSED = {"hardly any memory": 0.035, "memory where it is slow": 0.0125, 37: 0.0125, 39: 0.01, 50: 0.01}
-BIG_MISSED = {"hardly any memory": 0.025}
+# A case in which a plan is known that is faster by more than `WORSE`, and what the scheduler may miss there: its calls
+# are wider than the narrowest group's slots, and `hexiseq.simulate`, which knows of stalls, has it 7 % slower.
+MISSED = {50: 0.01}
 # Of the first 60 draws, 14 in which plans were once missed, others that take a second or less, and those that take some
 # more; the rest takes minutes each.
 SEEDS = (1, 5, 12, 16, 17, 18, 20, 28, 42, 43, 47, 49, 51, 59)
@@ -550,7 +550,7 @@ def test_no_plan_is_faster_on_clusters_drawn(seed):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", BIG_CASES)
 def test_no_plan_is_faster_among_more(name):
-    check(BIG_CASES[name], BIG_MISSED.get(name, WORSE))
+    check(BIG_CASES[name])
 
 
 @pytest.mark.slow

@@ -1,0 +1,139 @@
+"""The last stage: small changes of the plan found, kept where the cost model says that they are faster.
+
+Heads, slots, fusion and the order of the groups are changed one at a time; the tokens inside groups follow, as many as
+fit memory. It costs a judgement per change, and is for replicas of few ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq.plan import Plan, fits_slots
+from hexiseq.schedule.even import build_plan
+from hexiseq.schedule.local import share_tokens
+from hexiseq.schedule.search import Search, slot_totals, widest_fusion
+from hexiseq.schedule.shares import rank_totals, round_slots
+
+MOST_RANKS = 16  # of a replica that is polished
+MOST_JUDGED = 1500  # changes, divided by ranks
+MOST_TOTALS = 12  # other numbers of slots
+MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours change places
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a plan of one replica but the tokens inside its groups.
+
+    Attributes:
+        groups: of each, outermost first, its slots and its members: rank and query heads.
+        slot, fusion, exchange: as of the plan.
+    """
+
+    groups: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    slot: int
+    fusion: int
+    exchange: str
+
+    @property
+    def slots(self) -> list[int]:
+        return [slots for slots, _ in self.groups]
+
+
+def polish(search: Search, plan: Plan) -> Plan:
+    """The plan after all changes that make it faster; the first that does is taken, and all are tried again."""
+    best = Layout(
+        tuple((group.slots, tuple((s.rank, s.num_heads) for s in group.shards)) for group in plan.replicas[0].groups),
+        plan.slot, plan.fusion, plan.exchange,
+    )  # fmt: skip
+    if len(search.places) > MOST_RANKS:
+        return plan
+    seconds = search.job.judge([search.kind(plan)]).step_seconds
+    left, seen, better = MOST_JUDGED // len(search.places), {best}, True
+    while better:
+        better = False
+        for other in _changes(search, best):
+            if other in seen:
+                continue
+            seen.add(other)
+            if not left or search.options.late():
+                return plan
+            left -= 1
+            found = _laid_out(search, other, seconds)
+            if found is not None:
+                (plan, seconds), best, better = found, other, True
+                break
+    return plan
+
+
+def _laid_out(search: Search, layout: Layout, below: float) -> tuple[Plan, float] | None:
+    """The plan of a layout with the best tokens that fit, and its seconds, if these are fewer than `below`."""
+    n = search.workload.seq_len
+    short = sum(layout.slots) * layout.slot - n
+
+    def built(caps: np.ndarray) -> Plan | None:
+        counts = []
+        for g, (slots, members) in enumerate(layout.groups):
+            tokens, ranks = slots * layout.slot - (short if g == 0 else 0), [rank for rank, _ in members]
+            most = np.clip(caps[ranks], 0, tokens).astype(int)
+            sizes = share_tokens(tokens, tuple(search.linear[ranks].tolist()), tuple(most.tolist()))
+            if sizes is None:
+                return None
+            counts.append((slots, [(r, size, h) for (r, h), size in zip(members, sizes, strict=True)]))
+        return build_plan(
+            "hexiseq", search.workload, search.places, counts, layout.slot, layout.fusion, layout.exchange
+        )
+
+    # Memory only makes it slower.
+    plan, limit = built(search.capacity), below * (1 - 1e-9)
+    while plan is not None and (seconds := search.job.judge([search.kind(plan)]).step_seconds) < limit:
+        if max(search.over_gb(plan)) <= 0:
+            return plan, seconds
+        room, alone = search.room(plan)
+        fitting = built(room) if alone.max() <= 1 else None
+        plan = fitting if fitting is not None and max(search.over_gb(fitting)) <= 0 else None
+    return None
+
+
+def _changes(search: Search, layout: Layout) -> Iterator[Layout]:
+    """Layouts that differ in one thing."""
+    groups, n = layout.groups, search.workload.seq_len
+
+    def changed(groups: tuple, fusion: int = layout.fusion, slot: int = layout.slot) -> Layout:
+        most = widest_fusion([slots for slots, _ in groups])
+        return dataclasses.replace(layout, groups=groups, slot=slot, fusion=max(1, min(fusion, most)))
+
+    if len(groups) > 1:
+        most = widest_fusion(layout.slots)
+        for fusion in sorted({2**i for i in range(most.bit_length())} | {most, layout.fusion + 1} - {0}):
+            yield changed(groups, fusion)
+        orders = itertools.permutations(groups) if len(groups) <= MOST_ORDERED else (
+            (*groups[:i], groups[i + 1], groups[i], *groups[i + 2 :]) for i in range(len(groups) - 1)
+        )  # fmt: skip
+        for order in orders:
+            yield changed(order)
+        for giver, taker in itertools.permutations(range(len(groups)), 2):
+            if groups[giver][0] > 1:
+                more = {giver: -1, taker: 1}
+                yield changed(tuple((slots + more.get(g, 0), members) for g, (slots, members) in enumerate(groups)))
+    for g, (slots, members) in enumerate(groups):
+        for giver, taker in itertools.permutations(range(len(members)), 2):
+            if members[giver][1] > 0:
+                heads = tuple((r, h - (m == giver) + (m == taker)) for m, (r, h) in enumerate(members))
+                yield changed((*groups[:g], (slots, heads), *groups[g + 1 :]))
+    if len(groups) > 1 and search.options.slot is None:
+        shares = np.array([slots * layout.slot for slots in layout.slots], float)
+        totals = slot_totals(n, len(groups), 64)
+        ranked = rank_totals(shares.tolist(), [1] * len(groups), totals, [1] * len(totals))
+        for _, total in ranked[:MOST_TOTALS]:
+            slot = 2 * -(-n // (2 * total))
+            counts = round_slots(shares, np.full(len(groups), total), total, 1)
+            if not fits_slots(n, slot, total) or sum(counts) != total:
+                continue
+            cut = tuple((count, members) for count, (_, members) in zip(counts, groups, strict=True))
+            for fused in (layout.fusion * layout.slot, n):
+                yield changed(cut, round(fused / slot), slot)
