@@ -226,6 +226,14 @@ class Plan:
             object.__setattr__(plan, name, value)
         return plan
 
+    def crossing(self, *, exchange: str | None = None, fusion: int | None = None) -> Plan:
+        """The plan with another way across groups. The layout, which does not hang on it, is not checked again."""
+        plan = copy.copy(self)
+        object.__setattr__(plan, "exchange", exchange or self.exchange)
+        object.__setattr__(plan, "fusion", fusion or self.fusion)
+        _check_scalars(plan)
+        return plan
+
     @property
     def world_size(self) -> int:
         return len(self.devices)

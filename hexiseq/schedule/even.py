@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hexiseq.cluster import Place
@@ -43,7 +42,7 @@ def exchanges(plan: Plan, exchange: str | None) -> list[Plan]:
     if exchange is None and all(len(replica.groups) == 1 for replica in plan.replicas):
         return [plan]  # nothing crosses groups
     wanted = [exchange] if exchange else [plan.exchange, *(e for e in EXCHANGES if e != plan.exchange)]
-    return [plan if e == plan.exchange else dataclasses.replace(plan, exchange=e) for e in wanted]
+    return [plan if e == plan.exchange else plan.crossing(exchange=e) for e in wanted]
 
 
 def head_limit(workload: Workload, width: int) -> str:

@@ -316,7 +316,7 @@ class Search:
         """The plan with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
         halves = [plan.fusion >> i for i in range(1, plan.fusion.bit_length())]
         for fusion in range(plan.fusion - 1, 0, -1) if len(self.places) <= FEW_RANKS else halves:
-            yield dataclasses.replace(plan, fusion=fusion)
+            yield plan.crossing(fusion=fusion)
 
     def reordered(self, plan: Plan) -> Iterator[Plan]:
         """Few groups in every order, with other numbers of slots: what the last gradients wait for hangs on both."""

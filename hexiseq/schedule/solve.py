@@ -319,9 +319,13 @@ def _polished(found: Draft, options: Options) -> Draft:
     if len(found.kinds) > 1:
         return found
     (kind,) = found.kinds
-    search = Search(found.job, Alike(kind.ranks, kind.replica.sequences), options)
-    in_order = renumbered(kind.replica, range(kind.ranks.shape[1]))
-    return Draft(found.job, (search.kind(polish(search, dataclasses.replace(kind.plan, replicas=(in_order,)))),))
+    # Ranks in their order in the job: what a gather copies hangs on it.
+    place = np.argsort(np.argsort(kind.ranks[0]))
+    ranks = np.empty_like(kind.ranks)
+    ranks[:, place] = kind.ranks
+    plan = dataclasses.replace(kind.plan, replicas=(renumbered(kind.replica, place.tolist()),))
+    search = Search(found.job, Alike(ranks, kind.replica.sequences), options)
+    return Draft(found.job, (search.kind(polish(search, plan)),))
 
 
 def _part_floor(places: Sequence[Place], workload: Workload) -> float:
@@ -372,7 +376,7 @@ def _adopt(search: Search, kinds: Sequence[Kind]) -> None:
 
 def _matching(search: Search, plan: Plan, kinds: Sequence[Kind]) -> Kind:
     """The kind laid out, with the fusion of the first."""
-    return search.kind(dataclasses.replace(plan, fusion=kinds[0].plan.fusion) if kinds else plan)
+    return search.kind(plan.crossing(fusion=kinds[0].plan.fusion) if kinds else plan)
 
 
 def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Draft | None]:
