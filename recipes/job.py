@@ -25,6 +25,7 @@ from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, RankDevice, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.schedule import modes, solve_modes
 from hexiseq.workload import ModelShape, Workload
+from recipes.walltime import Walltime, walltime_within
 
 if TYPE_CHECKING:
     from hexiseq.data import HexiSeqDataModule
@@ -49,6 +50,7 @@ class Job:
         device_names: device type -> what the driver calls it, to find the plan's devices among the ranks'.
         assigned: ranks are told which device they are (CPU ranks, rehearsals, devices measured in place).
         on_gpus: the plan's devices are GPUs, and not rehearsed.
+        limit_seconds: the Slurm job's time limit; infinite where there is none.
     """
 
     config: Config
@@ -60,6 +62,14 @@ class Job:
     device_names: dict[str, tuple[str, ...]]
     assigned: bool
     on_gpus: bool
+    limit_seconds: float
+
+    @property
+    def walltime(self) -> Walltime:
+        """Of the steps that run, in a rehearsal the small ones. Raises ValueError where no step would end in time."""
+        assert self.plan.predicted is not None
+        step_seconds, steps = self.plan.predicted.step_seconds, self.config["trainer"]["max_steps"]
+        return walltime_within(step_seconds, steps, self.limit_seconds, "the Slurm job's --time")
 
     @property
     def devices(self) -> tuple[RankDevice, ...]:
@@ -76,6 +86,7 @@ class Job:
             "device_names": {kind: list(names) for kind, names in self.device_names.items()},
             "assigned": self.assigned,
             "on_gpus": self.on_gpus,
+            "limit_seconds": None if self.limit_seconds == math.inf else self.limit_seconds,
         }
 
     @staticmethod
@@ -90,6 +101,7 @@ class Job:
             device_names={kind: tuple(names) for kind, names in data["device_names"].items()},
             assigned=data["assigned"],
             on_gpus=data["on_gpus"],
+            limit_seconds=math.inf if data["limit_seconds"] is None else data["limit_seconds"],
         )
 
 
@@ -226,6 +238,7 @@ def prepare(config: Config, run_dir: Path, *, members: Sequence[launch.Member] |
         device_names={device.type: device.names for device in cluster.devices},
         assigned=on_cpu or target is not None or not config.get("cluster"),
         on_gpus=not on_cpu and target is None,
+        limit_seconds=launch.slurm.limit_seconds(),
     )
     plan.save(run_dir / "plan.json")
     if target:
@@ -446,7 +459,12 @@ def _check(config: Config) -> None:
 
 
 def announce(job: Job) -> None:
-    """Say what is about to run: the plan, and in a rehearsal what it rehearses."""
+    """Say what is about to run: the plan, in a rehearsal what it rehearses, and how long it takes.
+
+    Raises:
+        ValueError: the Slurm job's time limit is shorter than a step.
+    """
+    walltime = job.walltime
     if job.target is None:
         print(table(job.plan), flush=True)
     else:
@@ -457,7 +475,7 @@ def announce(job: Job) -> None:
             f"heads and token shares; {job.plan.seq_len:,} tokens and a small model.",
             flush=True,
         )
-    print(f"run folder: {job.run_dir}", flush=True)
+    print(f"{walltime}\nrun folder: {job.run_dir}", flush=True)
 
 
 def last_metrics(run_dir: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from hexiseq.cluster import Cluster, gres_of
 from recipes.job import Config, solve_config
+from recipes.walltime import Walltime, duration, seconds_of, walltime_within
 
 STARTS = {
     "agents": "a task per node, which starts the node's ranks",
@@ -59,25 +60,6 @@ class Component:
         return ",".join(":".join(filter(None, ("gpu", name, str(count)))) for name, count in self.gpus.items())
 
 
-@dataclass(frozen=True)
-class Walltime:
-    """The steps of a job against its time limit."""
-
-    step_seconds: float
-    steps: int
-    limit_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.steps * self.step_seconds
-
-    def __str__(self) -> str:
-        return (
-            f"{_time(self.step_seconds)} a step predicted, {self.steps:,} steps about {_time(self.seconds)}; "
-            f"time limit {_time(self.limit_seconds)}"
-        )
-
-
 def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -> None:
     """Print, write or check the file.
 
@@ -105,17 +87,17 @@ def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -
     if recipe["check"] is not None:
         print(check(Path(recipe["check"]), wanted, cluster.name, step_seconds, steps))
         return
-    walltime = _walltime(step_seconds, steps, recipe["time"], "recipe.time")
+    walltime = walltime_within(step_seconds, steps, seconds_of(recipe["time"]), "recipe.time")
     text = script(config, cluster.name, wanted, walltime, _arguments() if arguments is None else arguments)
     fast = next((rival for rival in plan.rivals if rival.name == "fast_only" and rival.step_seconds), None)
     if fast and fast.step_seconds and fast.step_seconds < step_seconds:
         print(
-            f"warning: the fast devices alone are predicted to take {_time(fast.step_seconds)} a step, all together "
-            f"{_time(step_seconds)}; a cluster without the others would do",
+            f"warning: the fast devices alone are predicted to take {duration(fast.step_seconds)} a step, all together "
+            f"{duration(step_seconds)}; a cluster without the others would do",
             file=sys.stderr,
         )
-    if walltime.seconds > walltime.limit_seconds:
-        print(f"warning: {_requeued(walltime)}", file=sys.stderr)
+    if walltime.runs > 1:
+        print(f"warning: {walltime}", file=sys.stderr)
     if recipe["file"] is None:
         print(text, end="")
         return
@@ -159,22 +141,6 @@ def components(cluster: Cluster, site: Config, start: str) -> list[Component]:
         tasks, cpus = (ranks if start == "tasks" else 1), per_gpu * ranks if per_gpu else None
         found.append(Component(node.name, partition, node.count, gpus, tasks, ranks, cpus))
     return found
-
-
-def _walltime(step_seconds: float, steps: int, limit: Any, key: str) -> Walltime:
-    """Raises ValueError for a limit within which no step would end."""
-    walltime = Walltime(step_seconds, steps, seconds_of(limit))
-    if walltime.limit_seconds < step_seconds:
-        raise ValueError(
-            f"{key}: a time limit of {_time(walltime.limit_seconds)} is shorter than one step, which is predicted to "
-            f"take {_time(step_seconds)}; ask for more time"
-        )
-    return walltime
-
-
-def _requeued(walltime: Walltime) -> str:
-    runs = math.ceil(walltime.seconds / walltime.limit_seconds)
-    return f"{walltime}: it takes {runs} or more runs, each requeued and resumed"
 
 
 # --- the file
@@ -305,8 +271,8 @@ def check(path: Path, wanted: Sequence[Component], name: str, step_seconds: floa
         wrong.append("no --time; the partition's default would be the limit")
     else:
         try:
-            walltime = _walltime(step_seconds, steps, limit, "--time")
-            note = _requeued(walltime) if walltime.seconds > walltime.limit_seconds else str(walltime)
+            walltime = walltime_within(step_seconds, steps, seconds_of(limit), "--time")
+            note = str(walltime)
         except ValueError as error:
             wrong.append(str(error))
     try:
@@ -446,35 +412,7 @@ def _count(where: str, option: str, text: str) -> int:
     return int(text)
 
 
-# --- times and settings
-
-
-def seconds_of(limit: Any) -> float:
-    """A time limit as sbatch takes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    text = str(limit)
-    if text.lower() in ("unlimited", "infinite"):
-        return math.inf
-    days, dash, clock = text.rpartition("-")
-    fields = clock.split(":")
-    if not all(field.isdecimal() for field in (*fields, *([days] if dash else []))) or len(fields) > 3:
-        raise ValueError(
-            f"a time limit is minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, got {text!r} "
-            "(quote it on the command line: \"recipe.time='2:00:00'\")"
-        )
-    units = (3600, 60, 1) if dash or len(fields) == 3 else (60, 1)
-    seconds = 86400 * int(days or 0) + sum(int(field) * unit for field, unit in zip(fields, units, strict=False))
-    return float(seconds) or math.inf  # to Slurm, 0 is no limit
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if 2 * size <= seconds < math.inf:
-            return f"{seconds / size:.3g} {unit}"
-    return "none" if seconds == math.inf else f"{seconds:.3g} s"
+# --- settings
 
 
 def _check(config: Config) -> None:
@@ -485,7 +423,7 @@ def _check(config: Config) -> None:
     if not isinstance(ahead, int) or isinstance(ahead, bool) or not 1 <= ahead <= min(MOST_SIGNAL_SECONDS, limit - 1):
         raise ValueError(
             f"recipe.signal_seconds must be an integer from 1 to {MOST_SIGNAL_SECONDS} and less than the time limit, "
-            f"{_time(limit)}; got {ahead!r}"
+            f"{duration(limit)}; got {ahead!r}"
         )
     for key in ("partition", "gres"):
         if not isinstance(site[key], Mapping) or not all(isinstance(v, str) and v for v in site[key].values()):

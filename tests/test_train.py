@@ -164,6 +164,18 @@ def test_sweep_under_a_launcher_is_refused(call, monkeypatch: pytest.MonkeyPatch
     assert "3 processes" in answer.err
 
 
+def test_a_time_limit_shorter_than_a_step_is_refused(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "scontrol"
+    tool.write_text("#!/bin/sh\necho 'JobId=5 TimeLimit=00:00:01 x'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    answer = call("+cluster=cpu_mixed", "data.seq_len=65536", "trainer.max_steps=2")
+    assert answer.code == 2
+    assert "the Slurm job's --time: a time limit of 1 s is shorter than one step" in answer.err
+    assert not list(tmp_path.rglob("logs"))
+
+
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -7,6 +7,7 @@ name while ranks and ``SLURM_NODEID`` go component by component; none of them is
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -171,6 +172,12 @@ def read_record(text: str) -> Record:
         return Record(gres, None)
     days, hours, minutes, seconds = (int(part or 0) for part in limit.groups())
     return Record(gres, ((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def limit_seconds() -> float:
+    """The time limit of this process's job; infinite where there is none, or nobody to ask."""
+    known = record()
+    return math.inf if known is None or known.limit_seconds is None else known.limit_seconds
 
 
 def requeue() -> str | None:

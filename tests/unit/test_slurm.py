@@ -8,6 +8,7 @@ step in it. ``salloc``: an interactive shell; ``insalloc``: a step started from 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def test_the_controllers_record() -> None:
 def test_a_silent_controller_is_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("PATH", "")
+    assert slurm.limit_seconds() == math.inf
     assert slurm.record() is None
     assert "scontrol" in str(slurm.requeue())
 
