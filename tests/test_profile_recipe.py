@@ -161,6 +161,7 @@ def rank_process(parent: int, rank: int) -> int:
     raise AssertionError(f"rank {rank} did not start")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), "recipe=profile", "+cluster=cpu_mixed", "recipe.seconds=60"]

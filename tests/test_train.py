@@ -286,6 +286,7 @@ def torchrun(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.thorough  # jobs on Slurm do the same
 @pytest.mark.slow
 def test_torchrun_is_joined_and_gives_the_same_losses(call, tmp_path: Path) -> None:
     assert call("+cluster=cpu_mixed", *FEW_STEPS).code == 0
@@ -323,7 +324,7 @@ def ranks_of(parent: int) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
 def test_a_signal_to_the_run_ends_all_of_it_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     process = endless_run(tmp_path)
     ranks = ranks_of(process.pid)
