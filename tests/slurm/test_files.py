@@ -79,7 +79,8 @@ def test_a_sweep_gives_every_line_a_task_of_its_own(slurm: Mini, checkout: Path)
 
 
 def test_a_rehearsal_runs(slurm: Mini, checkout: Path) -> None:
-    few = ("trainer.max_steps=2", "trainer.validation_sequences=0", "data=synthetic")
+    few = ("trainer.max_steps=2", "trainer.validation_sequences=0", "data=synthetic", "data.seq_len=512",
+           "model=tiny_llama", "cluster.nodes.0.devices.0.count=2", "cluster.nodes.1.devices.0.count=1")  # fmt: skip
     job = slurm.submit("slurm/rehearse.sbatch", "--", *few, cwd=checkout)
     states = slurm.wait(job, SECONDS)
     output = (checkout / f"rehearse-{job}.out").read_text()
