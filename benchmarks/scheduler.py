@@ -95,7 +95,7 @@ class Fractional(Search):
 
     @override
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[Any, ...]:
-        speed = 1 / self.attention[members]
+        speed = 1 / self.attention_in(round(self.workload.seq_len / tokens))[members]
         heads = self.workload.model.heads * speed / speed.sum()
         return tuple(heads.round(9).tolist())
 

@@ -7,16 +7,20 @@ bytes a second per direction. Rates are *achieved*, not datasheet, except `Devic
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from hexiseq.plan import DTYPES, KERNELS
 
 CPU_KERNELS = ("cpu", "dense", "auto")
 VENDORS = ("nvidia", "amd", "cpu")
 LEAST, MOST = 1e-9, 1e15  # of any rate or size; beyond them times would be zero or infinite
+Curve = tuple[tuple[float, float], ...]  # (edge of a tile in tokens, fraction of the rate)
 LEAST_QUOTA = 0.05  # of a core: a kernel hands out no less than 1 ms at a time
 
 
@@ -30,13 +34,17 @@ class Device:
         names: what the driver calls it, in whole words, to recognise it at run time.
         peak_tflops: dense datasheet peak in 16-bit (for MFU only).
         gemm_tflops: achieved matrix multiplication.
-        attention_forward_tflops, attention_backward_tflops: achieved by `kernel`, causal, long sequences.
+        attention_forward_tflops, attention_backward_tflops: achieved by `kernel` on large tiles.
         memory_gb, hbm_gb_per_s: device memory and its bandwidth.
         overhead_gb: memory that no tensor can use: context, communicators.
         launch_us: fixed cost of one kernel call.
         dtypes: compute types it can run.
         kernel: attention kernel, one of `KERNELS`.
         source: where the rates come from.
+        attention_curve: fractions of the attention rates, forward and backward, that full tiles reach by their edge,
+            the root of queries times keys; between two edges linear in their logarithm, beyond the ends constant. They
+            ascend, the last one is 1. Empty: 1 everywhere.
+        causal_curve: the same of causal squares, whose last fraction may be below 1. Empty: as `attention_curve`.
     """
 
     type: str
@@ -53,6 +61,8 @@ class Device:
     kernel: str
     source: str
     names: tuple[str, ...] = ()
+    attention_curve: Curve = ()
+    causal_curve: Curve = ()
 
     def __post_init__(self) -> None:
         where = f"device type {self.type!r}"
@@ -72,6 +82,21 @@ class Device:
             raise ValueError(f"{where}: dtypes is empty; name at least one of {', '.join(DTYPES)}")
         for dtype in self.dtypes:
             _check_choice(where, "dtypes", dtype, tuple(DTYPES))
+        _check_curve(where, "attention_curve", self.attention_curve, whole=True)
+        _check_curve(where, "causal_curve", self.causal_curve, whole=False)
+
+    @property
+    def curved(self) -> bool:
+        """Whether its attention rates depend on tiles at all."""
+        return bool(self.attention_curve or self.causal_curve)
+
+    def attention_fraction(self, edge: Any, *, causal: bool = False) -> Any:
+        """Fraction of its attention rates in tiles of such an edge, a number or an array of them."""
+        curve = (causal and self.causal_curve) or self.attention_curve
+        if not curve:
+            return np.ones(np.shape(edge))
+        edges, fractions = zip(*curve, strict=True)
+        return np.interp(np.log(np.maximum(edge, 1.0)), np.log(edges), fractions)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -288,10 +313,16 @@ def device_from_config(config: Mapping[str, Any]) -> Device:
 def _device(name: Any, entry: Mapping[str, Any]) -> Device:
     fields = dataclasses.fields(Device)
     required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
-    _check_keys(f"gpus.{name}", entry, required=required, optional=("names",))
-    tuples = {key: _items(f"gpus.{name}", key, entry.get(key), "texts", optional=key == "names")
-              for key in ("dtypes", "names")}  # fmt: skip
-    return Device(**{**entry, **tuples})
+    optional = ("names", "attention_curve", "causal_curve")
+    _check_keys(f"gpus.{name}", entry, required=required, optional=optional)
+    where = f"gpus.{name}"
+    tuples = {key: _items(where, key, entry.get(key), "texts", optional=key == "names") for key in ("dtypes", "names")}
+    curves = {
+        key: tuple(_items(where, key, point, "an edge and a fraction") for point in
+                   _items(where, key, entry.get(key), "pairs of an edge and a fraction", optional=True))
+        for key in ("attention_curve", "causal_curve")
+    }  # fmt: skip
+    return Device(**{**entry, **tuples, **curves})
 
 
 def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device]) -> Node:
@@ -381,6 +412,28 @@ def _check_positive(where: str, name: str, value: Any, *, zero: bool = False) ->
             f"{where}: {name} must be a {'non-negative' if zero else 'positive'} number"
             f"{', 0 or' if zero else ','} {LEAST:g} to {MOST:g}, got {value!r}"
         )
+
+
+def _check_curve(where: str, name: str, curve: Curve, *, whole: bool) -> None:
+    """Edges ascend from 1 on, fractions do not fall, from above 0 to 1.
+
+    Args:
+        whole: the last fraction is 1.
+    """
+    for point in curve:
+        if len(point) != 2 or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in point):
+            raise ValueError(f"{where}: {name} must be pairs of an edge and a fraction, got {list(point)!r}")
+    for edge, fraction in curve:
+        if not 1 <= edge <= MOST or not LEAST <= fraction <= 1:
+            raise ValueError(f"{where}: {name} has edges in tokens from 1 and fractions above 0 up to 1, "
+                             f"got {[edge, fraction]!r}")  # fmt: skip
+    for before, after in itertools.pairwise(curve):
+        if after[0] <= before[0] or after[1] < before[1]:
+            raise ValueError(f"{where}: {name} must have ascending edges and fractions that do not fall, got "
+                             f"{list(before)!r} before {list(after)!r}")  # fmt: skip
+    if whole and curve and curve[-1][1] != 1:
+        raise ValueError(f"{where}: the last fraction of {name} must be 1, since the rates are those of large tiles, "
+                         f"got {curve[-1][1]!r}; divide all by it and multiply the rates")  # fmt: skip
 
 
 def _check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:

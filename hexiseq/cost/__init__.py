@@ -35,7 +35,7 @@ from hexiseq.cost.step import (
     replica_cost,
     token_seconds,
 )
-from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, parameter_traffic
+from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, exposed_traffic, parameter_traffic
 
 __all__ = [
     "BACKWARD_ATTENTION",
@@ -56,6 +56,7 @@ __all__ = [
     "compute_bound",
     "devices_bound",
     "exposed_seconds",
+    "exposed_traffic",
     "kinds_memory_gb",
     "layer_bytes",
     "least_token_bytes",

@@ -234,8 +234,13 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     ranges = map(tuple, replica.array[:, 2:].tolist())
     cuts = np.array([len(fragments(heads, plan.gqa_ratio)) for heads in ranges], float)
 
-    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(plan, replica, model.window)
+    rows, calls, foreign, own, pairs, own_pairs, *tiles = _kernel_calls(plan, replica, model.window)
     dim = model.head_dim
+    if any(device.curved for device in {id(device): device for device in devices}.values()):
+        # Pairs that take as long in large tiles.
+        own_slower, slower = _slowdowns(devices, own_pairs, tiles)
+        pairs = (pairs - own_pairs) * slower + own_pairs * own_slower
+        own_pairs = own_pairs * own_slower
     flops = batch * heads * attention_flops(model, 1.0) * pairs
     own_flops = batch * heads * attention_flops(model, 1.0) * own_pairs
     # The running sum is read and written in fp32, the partial result read; log-sum-exps likewise.
@@ -275,9 +280,11 @@ def passes(recompute: str) -> tuple[int, int]:
 def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, ...]:
     """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
 
+    And of the other calls by size, the wide ones and the last of either side: all their pairs, and those of one.
+
     Inner groups' tokens meet the back queries, outer groups' all queries. On the ring, consecutive slots of one side
-    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the pairs alone:
-    it leaves out rows and calls, too, but cuts some into several.
+    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the first pairs
+    alone: it leaves out rows and calls, too, but cuts some into several.
     """
     slots = np.array([group.slots for group in replica.groups])
     runs = interval_array(plan.seq_len, plan.slot, slots)
@@ -300,8 +307,33 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     foreign = inner(own) + outer(front)
     up_to = attended_pairs(runs, window)
     pairs = (up_to[:, :, 1] - up_to[:, :, 0]).sum(1)
-    columns = (rows, 1 + outer_calls + inner_calls, foreign, own, pairs, _own_pairs(runs, window))
+    columns = [rows, 1 + outer_calls + inner_calls, foreign, own, pairs, _own_pairs(runs, window)]
+    for queries, keys, count in ((back, plan.slot, inner(slots)), (own, plan.slot // 2, outer(slots))):
+        for number, wide in ((count // width, width), (np.minimum(count % width, 1), count % width)):
+            columns += [number * queries * keys * wide, queries * keys * wide]
     return tuple(column.astype(float)[replica.array[:, 0]] for column in columns)
+
+
+def _slowdowns(
+    devices: Sequence[Device], own_pairs: np.ndarray, tiles: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How much slower than in large tiles each rank's own call is, and its others, weighted by their pairs.
+
+    Args:
+        tiles: in turn pairs of the calls of a size, and of one of them.
+    """
+    alike: dict[int, list[int]] = {}
+    for rank, device in enumerate(devices):
+        alike.setdefault(id(device), []).append(rank)
+    own_slower, slower = np.ones(len(devices)), np.ones(len(devices))
+    pairs, one = np.stack(tiles[::2]), np.stack(tiles[1::2])
+    for ranks in alike.values():
+        device = devices[ranks[0]]
+        # A square of so many pairs, half of which it leaves out.
+        own_slower[ranks] = 1 / device.attention_fraction(np.sqrt(2 * own_pairs[ranks]), causal=True)
+        longer = (pairs[:, ranks] / device.attention_fraction(np.sqrt(one[:, ranks]))).sum(0)
+        slower[ranks] = longer / np.maximum(pairs[:, ranks].sum(0), 1.0)
+    return own_slower, slower
 
 
 def _own_pairs(runs: np.ndarray, window: int | None) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hexiseq.cluster import Cluster, Device
 from hexiseq.doctor import recognise
@@ -17,6 +19,7 @@ NOTABLE = 0.15  # difference from the catalogue worth a line
 CROWDED = 0.1  # part of a device's memory, or of a core, that others use
 RATES = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
 COMPARED = {**{name: "TFLOP/s" for name in RATES}, "hbm_gb_per_s": "GB/s", "memory_gb": "GB"}
+MOST_LAUNCH = 0.98  # of the shortest attention call, so that something is left for its work
 CPU_OVERHEAD_GB, GPU_OVERHEAD_GB = 0.4, 2.0  # context and communicators; not measured
 
 
@@ -84,18 +87,28 @@ def fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, floa
     Returns:
         fixed seconds, at least 0, and the rate in amounts a second.
     """
-    assert len(amounts) == len(seconds) > 0
-    # Weighted by 1 / seconds^2: minimise the sum of (fixed * u + slope * x - 1)^2.
-    u = [1 / s for s in seconds]
-    x = [a / s for a, s in zip(amounts, seconds, strict=True)]
-    uu, xx, ux = sum(a * a for a in u), sum(a * a for a in x), sum(a * b for a, b in zip(u, x, strict=True))
-    determinant = uu * xx - ux * ux
-    if determinant > 1e-12 * uu * xx:
-        fixed = (sum(u) * xx - sum(x) * ux) / determinant
-        slope = (sum(x) * uu - sum(u) * ux) / determinant
-        if fixed >= 0 and slope > 0:
-            return fixed, 1 / slope
-    return 0.0, xx / sum(x)
+    fixed, rates = fit_kinds(amounts, seconds, [None] * len(amounts))
+    return fixed, rates[None]
+
+
+def fit_kinds(
+    amounts: Sequence[float], seconds: Sequence[float], kinds: Sequence[Hashable], most_fixed: float = 0.9999
+) -> tuple[float, dict[Hashable, float]]:
+    """The same with one fixed cost of all calls, no more than a part of the shortest, and a rate for each kind."""
+    assert len(amounts) == len(seconds) == len(kinds) > 0
+    # Weighted by 1 / seconds^2: minimise the sum of (fixed * u + slope * x - 1)^2, slopes given `fixed` first.
+    u = np.array([1 / s for s in seconds])
+    x = np.array([a / s for a, s in zip(amounts, seconds, strict=True)])
+    rows = {kind: np.array([other == kind for other in kinds]) for kind in dict.fromkeys(kinds)}
+    free, left = u.copy(), np.ones(len(x))  # what no slope makes up for
+    for row in rows.values():
+        along = x[row] / (x[row] @ x[row])
+        free[row] -= x[row] * (along @ u[row])
+        left[row] -= x[row] * along.sum()
+    fixed = 0.0
+    if free @ free > 1e-12 * (u @ u):
+        fixed = min(max(0.0, float(free @ left / (free @ free))), most_fixed * min(seconds))
+    return fixed, {kind: float(x[row] @ x[row] / (x[row] @ (1 - fixed * u[row]))) for kind, row in rows.items()}
 
 
 def cpu_shares(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -139,8 +152,8 @@ def _core_sharers(ranks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def device_rates(calls: Sequence[Mapping[str, Any]], share: float) -> dict[str, float]:
     """Fields of `Device` from a rank's calls, on its share of the hardware.
 
-    Matrix products count as often as the model does them. Attention calls fit a fixed cost and a rate, of causal and
-    full tiles together: a plan has both.
+    Matrix products count as often as the model does them. Attention's rates are those of its largest full tiles; what
+    it reaches in others is for `device_curves`.
     """
     of = {work: [call for call in calls if call["work"] == work] for work in
           ("gemm", "attention_forward", "attention_backward", "copy")}  # fmt: skip
@@ -148,13 +161,52 @@ def device_rates(calls: Sequence[Mapping[str, Any]], share: float) -> dict[str, 
     found = {"gemm_tflops": share * flops / seconds / 1e12}
     fixed = []
     for work in ("attention_forward", "attention_backward"):
-        cost, rate = fit([call["amount"] for call in of[work]], [call["seconds"] for call in of[work]])
-        found[f"{work}_tflops"] = share * rate / 1e12
+        cost, full, _ = _attention_rates(of[work])
+        found[f"{work}_tflops"] = share * full[-1] / 1e12
         fixed.append(cost / share)
     (copy,) = of["copy"]
     found["hbm_gb_per_s"] = share * copy["amount"] / copy["seconds"] / 1e9
     found["launch_us"] = sum(fixed) / len(fixed) * 1e6
     return found
+
+
+def device_curves(calls: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """The curves of `Device` from a rank's attention calls: of both passes together, their geometric mean."""
+    passes = [
+        _attention_rates([call for call in calls if call["work"] == work])
+        for work in ("attention_forward", "attention_backward")
+    ]
+    found: dict[str, list[list[float]]] = {}
+    for name, causal in (("attention_curve", False), ("causal_curve", True)):
+        edges = sorted({call["edge"] for call in calls if call["edge"] and call["causal"] == causal})
+        reached = [[rate / full[-1] for rate in (squares if causal else full)] for _, full, squares in passes]
+        fractions = [min(1.0, math.sqrt(forward * backward)) for forward, backward in zip(*reached, strict=True)]
+        found[name] = [[edge, round_to(fraction, 3)] for edge, fraction in zip(edges, fractions, strict=True)]
+    return found
+
+
+def _attention_rates(calls: Sequence[Mapping[str, Any]]) -> tuple[float, list[float], list[float]]:
+    """Seconds that any call costs, and FLOPs a second without them by edge: of full tiles, of causal squares.
+
+    A larger tile is never the slower one: where it was, both have the rate between.
+    """
+    kinds = [(call["causal"], call["edge"]) for call in calls]
+    amounts, seconds = ([call[key] for call in calls] for key in ("amount", "seconds"))
+    fixed, rates = fit_kinds(amounts, seconds, kinds, MOST_LAUNCH)
+    full, squares = (_rising([rates[kind] for kind in sorted(set(kinds)) if kind[0] == causal])
+                     for causal in (False, True))  # fmt: skip
+    return fixed, full, squares
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that does not fall: neighbours that do are given their geometric mean."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and statistics.geometric_mean(pools[-2]) > statistics.geometric_mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [statistics.geometric_mean(pool) for pool in pools for _ in pool]
 
 
 def _kind(entry: Mapping[str, Any], names: Mapping[str, Any], catalogue: Mapping[str, Device]) -> str:
@@ -220,6 +272,7 @@ def _entry(
         "names": [] if on_cpu else [name for name in names if name],
         "peak_tflops": max(base.peak_tflops if base else 0.0, measured["gemm_tflops"]),
         **measured,
+        **_median_curves([device_curves(ranks[i]["calls"]) for i in members]),
         "memory_gb": round_to(min(memory[i] for i in members)),
         "overhead_gb": base.overhead_gb if base else CPU_OVERHEAD_GB if on_cpu else GPU_OVERHEAD_GB,
         "dtypes": list(base.dtypes if base else first["dtypes"]),
@@ -228,6 +281,15 @@ def _entry(
         + ("" if on_cpu else f", {model}")
         + f", {first['workload']}",
     }
+
+
+def _median_curves(curves: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
+    """The curves of one type of ranks, all measured at the same edges."""
+    found = {}
+    for name, first in curves[0].items():
+        fractions = [statistics.median(curve[name][i][1] for curve in curves) for i in range(len(first))]
+        found[name] = [[edge, fraction] for (edge, _), fraction in zip(first, fractions, strict=True)]
+    return found
 
 
 def _fitted(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ USABLE = 0.9  # of free memory
 # Of a sample: calls are repeated until they take so long that reading the clock does not show.
 LEAST_SECONDS = {"cpu": 0.001, "cuda": 0.005}
 # Edges of attention tiles; the largest product or tile, so that a round of all calls fits the time.
-TILES = {"cpu": (64, 256, 512, 1024), "cuda": (256, 1024, 2048, 4096, 8192)}
+TILES = {"cpu": (64, 256, 512, 1024, 2048), "cuda": (256, 1024, 2048, 4096, 8192)}
 MOST_ROWS = {"cpu": 512, "cuda": 4096}
 MOST_FLOPS = {"cpu": 7e8, "cuda": 4e13}
 COPIED_BYTES = {"cpu": 32_000_000, "cuda": 512_000_000}
@@ -45,6 +45,8 @@ class Call:
         shape: of it, in words.
         amount: FLOPs, or bytes read and written by ``copy``.
         per_token: of ``gemm``: how often the model does it for each row, so that rates can be weighted.
+        edge: of attention's tile, in tokens.
+        causal: whether that is a causal square.
         seconds: of one call, on an unshared device; 0 before it is measured.
         samples: that were taken.
     """
@@ -53,6 +55,8 @@ class Call:
     shape: str
     amount: float
     per_token: float = 0.0
+    edge: int = 0
+    causal: bool = False
     seconds: float = 0.0
     samples: int = 0
 
@@ -261,8 +265,9 @@ def _attention(
             kernel.backward(dout, q, k, v, out, lse, mask, scale)
 
         words = f"{mask} square of {edge}, {heads} heads of {shape.head_dim}"
-        found.append((Call("attention_forward", words, flops), forward))
-        found.append((Call("attention_backward", words, BACKWARD_ATTENTION * flops), backward))
+        for work, times, run in (("forward", 1.0, forward), ("backward", BACKWARD_ATTENTION, backward)):
+            call = Call(f"attention_{work}", words, times * flops, edge=edge, causal=mask == kernels.CAUSAL)
+            found.append((call, run))
     return found
 
 

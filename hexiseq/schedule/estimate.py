@@ -6,6 +6,7 @@ know the ring only, and put a rank's KV where the member that stands where it st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,8 @@ class Job:
 
     Attributes:
         linear: per token of a rank.
-        forward, backward: attention, per token of the group and query head of the rank; forward of one pass.
+        forward, backward: attention in large tiles, per token of the group and query head of the rank; forward of one
+            pass.
         merge: merging in one pass, the same per kernel call.
         launch: per kernel call and fragment.
         capacity: tokens a rank can hold at the very most.
@@ -51,6 +53,8 @@ class Job:
         self.backward = np.array(
             [cost.BACKWARD_ATTENTION * per_pair / (d.attention_backward_tflops * 1e12) for d in devices]
         )
+        self.devices, self.curved = devices, any(d.curved for d in devices)
+        self._slower: dict[int, np.ndarray] = {}
         self.merge = np.array([merged / (d.hbm_gb_per_s * 1e9) for d in devices])
         self.launch = np.array([model.layers * (1 + self.forwards) * d.launch_us * 1e-6 for d in devices])
         self.capacity = np.array([cost.token_capacity(d, workload, len(self.places)) for d in devices])[self.device]
@@ -72,6 +76,21 @@ class Job:
     def calls(self, tokens: float) -> float:
         """Kernel calls over a group's tokens, each for so many foreign ones; half of all foreign slots are halves."""
         return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS[0], tokens))
+
+    def slower(self, groups: int) -> np.ndarray:
+        """How much longer attention takes on each kind of device in so many groups, about alike, than in large tiles.
+
+        The own square is a group's share of its work. Half of the foreign slots are halves, and half of the calls have
+        half of the queries.
+        """
+        if groups not in self._slower:
+            tokens = self.workload.seq_len / groups
+            edge = math.sqrt(tokens * min(FUSED_TOKENS[0], tokens) / 2)
+            self._slower[groups] = np.array([
+                1 / groups / d.attention_fraction(tokens, causal=True) + (1 - 1 / groups) / d.attention_fraction(edge)
+                for d in self.devices
+            ])  # fmt: skip
+        return self._slower[groups]
 
     def judge(self, kinds: Sequence[Kind]) -> Prediction:
         """Step time of replicas of these kinds, without memory."""
@@ -183,8 +202,9 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
         all_to_all = max(float(near.max()), float(far.max()))
         nic_seconds += float(far.max())
     calls = job.calls(tokens) if groups > 1 else 1.0
-    forward = max(tokens * query * float((job.forward + calls * job.merge)[devices].max()), forward_kv)
-    backward = max(tokens * query * float((job.backward + calls * job.merge)[devices].max()), backward_kv)
+    slower = job.slower(groups)
+    forward = max(tokens * query * float((slower * job.forward + calls * job.merge)[devices].max()), forward_kv)
+    backward = max(tokens * query * float((slower * job.backward + calls * job.merge)[devices].max()), backward_kv)
     path = total / n * float(job.linear[devices].max()) + all_to_all + job.forwards * forward + backward
     return alike.sequences * max(path, nic_seconds)
 

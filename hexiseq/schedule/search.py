@@ -20,7 +20,7 @@ import numpy as np
 
 from hexiseq import cost
 from hexiseq.cost import Kind
-from hexiseq.plan import Plan, fits_slots
+from hexiseq.plan import Plan, fits_slots, short_tokens
 from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, kind_of, ring_seconds
 from hexiseq.schedule.even import Counts, build_plan, even_totals, exchanges, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
@@ -34,7 +34,8 @@ SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
 FEW_RANKS = 6  # so few that coarse slots are tried, too
 # Coarse slots of a group on average; numbers of them tried, and by how much their slowest group is late.
 COARSE_SLOTS, MOST_COARSE, MOST_UNEVEN = 6, 12, 0.25
-MOST_REORDERED, MOST_RETRIED = 4, 6  # groups tried in every order, and numbers of slots with each
+MOST_REORDERED, MOST_PERMUTED = 4, 4  # coarse plans tried with their groups in every order, and groups at most
+NEAR_BEST = 1.02  # seconds over the best at which narrower calls are worth a look
 NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from which numbers of slots are worked out
 MOST_ATTEMPTS = 12  # at shares that fit memory
 CAP_GRAINS = 256  # of what a rank can hold at the very most: how fine caps are
@@ -83,6 +84,7 @@ class Search:
         self.nic = np.zeros(int(self.node.max()) + 1)
         self.nic[self.node] = job.wires.nic[job.wires.node[ranks]]
         self.exchange = Exchange(job, ranks)
+        self._slower: dict[int, np.ndarray] = {}
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
         self._seen: dict[tuple, tuple[float, Grouping]] = {}
         self._weighed: tuple[Plan, list[float]] | None = None  # the plan last asked for, which is often asked for again
@@ -90,6 +92,18 @@ class Search:
         self.seconds = math.inf  # of the job with these replicas alone
         self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
         self.lacking = math.inf
+
+    def slower(self, groups: int) -> np.ndarray:
+        """How much longer attention takes on each rank in so many groups than in large tiles."""
+        if groups not in self._slower:
+            self._slower[groups] = self.job.slower(groups)[self.job.device[self.alike.ranks[0]]]
+        return self._slower[groups]
+
+    def attention_in(self, groups: int) -> np.ndarray:
+        """`attention` of each rank in so many groups."""
+        if not self.job.curved:
+            return self.attention
+        return self.attention + (self.slower(groups) - 1) * (self.job.forwards * self.forward + self.backward)
 
     def kind(self, plan: Plan) -> Kind:
         """These replicas, laid out by a plan of one of them."""
@@ -106,11 +120,17 @@ class Search:
             if (plan := self.settle(grouping, self.round_slots)) is not None:
                 judged.append((self.offer(plan), index, grouping))
         judged.sort(key=lambda item: item[:2])
+        coarse: list[tuple[float, int, Plan]] = []
         for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
             for plan in self.coarse(grouping):
-                self.offer(plan)
+                coarse.append((self.offer(plan), len(coarse), plan))
                 if self.options.late():
                     break
+        for _, _, plan in sorted(coarse, key=lambda item: item[:2])[:MOST_REORDERED]:
+            for other in self.reordered(plan):
+                if self.offer(other) < NEAR_BEST * self.seconds:
+                    for narrow in self.narrower(other):
+                        self.offer(narrow)
         for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
             for plan in self.refine(grouping, other_totals=place == 0):
                 self.offer(plan)
@@ -118,9 +138,8 @@ class Search:
                     break
         if refine:
             self.mix()
-        if self.best is not None:
-            for plan in (*self.narrower(self.best), *(self.reordered(self.best) if refine else ())):
-                self.offer(plan)
+        for plan in self.narrower(self.best) if self.best is not None else ():
+            self.offer(plan)
         # The search is for one exchange; where it is open, its outcome is judged with the other, too.
         if (found := self.best or self.misfit) is not None:
             for plan in exchanges(found, self.options.exchange)[1:]:
@@ -254,12 +273,12 @@ class Search:
         if not totals or totals[0][1] < len(grouping):
             return math.inf
         forward = backward = all_to_all = 0.0
-        heads, calls = [], self.job.calls(float(shares.tokens.min()))
+        heads, calls, slower = [], self.job.calls(float(shares.tokens.min())), self.slower(len(grouping))
         for tokens, group, members in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
             merge = calls * self.merge[members]
             work = tokens * np.array(group.heads)
-            forward = max(forward, float((work * (self.forward[members] + merge)).max()))
-            backward = max(backward, float((work * (self.backward[members] + merge)).max()))
+            forward = max(forward, float((work * (slower[members] * self.forward[members] + merge)).max()))
+            backward = max(backward, float((work * (slower[members] * self.backward[members] + merge)).max()))
             seconds, kv = self.exchange.of(members, group.heads)
             all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
             heads.append(kv)
@@ -295,22 +314,18 @@ class Search:
         """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
         if len(grouping) == 1 or self.options.slot is not None:
             return
-        for order in (grouping, grouping[::-1]):
-            for total in self.coarse_totals(grouping)[:MOST_COARSE]:
-                plan = self.settle(order, functools.partial(self.round_slots, total=total))
-                if plan is not None:
-                    yield plan
-                    yield from self.narrower(plan)
-
-    def coarse_totals(self, grouping: Grouping) -> list[int]:
-        """Small numbers of slots that cut the sequence about as it should be, best first."""
         parts = self.parts(grouping, self.capacity)
         shares = share(parts.classes, parts.counts, self.workload.seq_len) if parts is not None else None
         if parts is None or shares is None:
-            return []
+            return
         totals = slot_totals(self.workload.seq_len, len(grouping), COARSE_SLOTS * len(grouping))
         ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, [1] * len(totals))
-        return [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
+        even_enough = [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
+        for order in (grouping, grouping[::-1]) if len(parts.classes) > 1 else (grouping,):
+            for total in even_enough[:MOST_COARSE]:
+                plan = self.settle(order, functools.partial(self.round_slots, total=total))
+                if plan is not None:
+                    yield plan
 
     def narrower(self, plan: Plan) -> Iterator[Plan]:
         """The plan with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
@@ -319,17 +334,21 @@ class Search:
             yield plan.crossing(fusion=fusion)
 
     def reordered(self, plan: Plan) -> Iterator[Plan]:
-        """Few groups in every order, with other numbers of slots: what the last gradients wait for hangs on both."""
-        grouping = [[shard.rank for shard in group.shards] for group in plan.replicas[0].groups]
-        if len(self.places) > FEW_RANKS or not 1 < len(grouping) <= MOST_REORDERED or self.options.slot is not None:
+        """Few groups in every order: which edges their last gradients wait for hangs on it."""
+        groups = plan.replicas[0].groups
+        if not 1 < len(groups) <= MOST_PERMUTED or self.options.late():
             return
-        totals = dict.fromkeys((plan.replicas[0].slots, *self.coarse_totals(grouping)[:MOST_RETRIED]))
-        for order, total in itertools.product(itertools.permutations(grouping), totals):
-            if self.options.late():
-                break
-            found = self.settle(list(order), functools.partial(self.round_slots, total=total))
-            if found is not None:
-                yield from (found, *self.narrower(found))
+        short = short_tokens(plan.seq_len, plan.slot, plan.replicas[0].slots)
+        for order in itertools.permutations(groups):
+            counts: Counts = []
+            for group in order:
+                # Whoever is first lacks what the outermost half-slot is short of.
+                lacking = (short if group is order[0] else 0) - (short if group is groups[0] else 0)
+                largest = max(group.shards, key=lambda shard: shard.num_tokens)
+                held = [(s.rank, s.num_tokens - (lacking if s is largest else 0), s.num_heads) for s in group.shards]
+                counts.append((group.slots, held))
+            if all(tokens >= 0 for _, members in counts for _, tokens, _ in members):
+                yield build_plan("hexiseq", self.workload, self.places, counts, plan.slot, plan.fusion, plan.exchange)
 
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
@@ -434,6 +453,7 @@ class Search:
         members_of: Grouping = []
         classes: list[GroupClass] = []
         free = caps is self.capacity and head_caps is None
+        attention = self.attention_in(len(grouping))
         kind = self._kinds_at_most if free else _numbered(self.exchange.alike, caps, head_caps)
         for members in grouping:
             key = tuple(map(kind.__getitem__, members))
@@ -445,7 +465,7 @@ class Search:
                 members_of.append(members)
                 classes.append(GroupClass(
                     cut,
-                    float(max(h * self.attention[r] for h, r in zip(cut, members, strict=True))),
+                    float(max(h * attention[r] for h, r in zip(cut, members, strict=True))),
                     tuple(self.linear[members].tolist()),
                     tuple(np.floor(caps[members]).tolist()),
                 ))  # fmt: skip
@@ -465,7 +485,8 @@ class Search:
         model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS[0]) - 1
         if self.even_heads:
             return (model.heads // len(members),) * len(members)
-        seconds = tuple((self.attention[members] * tokens).tolist())
+        groups = round(self.workload.seq_len / tokens)
+        seconds = tuple((self.attention_in(groups)[members] * tokens).tolist())
         launch = tuple((self.launch[members] * calls).tolist())
         if head_caps is None:
             return deal_heads(model.heads, seconds, launch, (model.heads,) * len(members))

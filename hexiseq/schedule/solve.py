@@ -329,12 +329,15 @@ def _polished(found: Draft, options: Options) -> Draft:
 
 
 def _part_floor(places: Sequence[Place], workload: Workload) -> float:
-    """Seconds that no plan over all these devices beats: their compute, or parameters through the slowest NIC."""
+    """Seconds no plan over all these devices beats: compute with exposed parameters, or all parameters' traffic."""
     compute = cost.devices_bound([place.device for place in places], workload)
-    nodes = {place.node: place.node_class.network_gb_per_s for place in places}
-    if len(nodes) == 1:
-        return compute
-    return max(compute, cost.parameter_traffic(workload, len(places)) / (min(nodes.values()) * 1e9))
+    nodes = {place.node: place.node_class for place in places}
+    ranks, node_class = len(places), places[0].node_class
+    wire = min(node.network_gb_per_s for node in nodes.values()) if len(nodes) > 1 else node_class.intra_gb_per_s
+    moved, exposed = (
+        traffic(workload, ranks) / (wire * 1e9) for traffic in (cost.parameter_traffic, cost.exposed_traffic)
+    )
+    return max(compute + exposed, moved)
 
 
 def _by_speed(even: Draft, options: Options) -> list[Draft]:

@@ -36,6 +36,19 @@ def proportional(total, weights, base=0):
     return [b - a + base for a, b in itertools.pairwise(edges)]
 
 
+def draw_curves(rng, longest):
+    """Curves of attention over the edges of tiles, or none."""
+    found = {}
+    for name in ("attention_curve", "causal_curve"):
+        points = rng.choice((0, 0, 1, 2, 4))
+        edges = sorted({round(between(rng, 1, longest), 3) for _ in range(points)})
+        fractions = sorted(rng.uniform(0.1, 1) for _ in edges)
+        if name == "attention_curve" and fractions:
+            fractions[-1] = 1.0
+        found[name] = tuple(zip(edges, fractions, strict=True))
+    return found
+
+
 def draw_nodes(rng, devices, intra, nic, most_nodes=4, most_seats=4):
     """Node classes of one to two nodes, with one to a few of the devices each; bandwidths between the given two."""
     return tuple(
@@ -130,6 +143,7 @@ def draw_small(seed):
         make_device(
             f"d{i}", between(rng, 1e-4, 1e-2), between(rng, 1e-4, 1e-2), between(rng, 1e-4, 1e-2),
             hbm_gb_per_s=between(rng, 0.1, 100), launch_us=rng.choice((0.0, between(rng, 0.1, 50))),
+            **draw_curves(random.Random(f"curves {seed} {i}"), 64),
         )
         for i in range(rng.randint(1, 3))
     ]  # fmt: skip
@@ -230,6 +244,7 @@ def draw_large(seed):
         devices.append(make_device(
             f"d{i}", gemm, forward, forward * (0.9 if same_ratio else rng.uniform(0.5, 1)),
             hbm_gb_per_s=1e9 if ideal else between(rng, 300, 5000), launch_us=0.0 if ideal else 8.0,
+            **({} if ideal else draw_curves(random.Random(f"curves {seed} {i}"), 1e5)),
         ))  # fmt: skip
     nodes = draw_nodes(rng, devices, (20, 500), (0.05, 100))
     if ideal and rng.random() < 0.7:

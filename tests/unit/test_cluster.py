@@ -43,6 +43,17 @@ def test_places_links_and_devices():
     assert {cluster.bandwidth_gb_per_s(cluster.places[i], cluster.places[4]) for i in range(4)} == {7}
 
 
+def test_attention_reaches_its_rate_by_the_edge_of_a_tile():
+    curves = {"attention_curve": [[64, 0.5], [1024, 1]], "causal_curve": [[64, 0.25], [256, 0.75]]}
+    device = device_from_config({**GPU, **curves})
+    assert device.attention_fraction(256) == pytest.approx(0.75)  # half-way from 64 to 1024 by the logarithm
+    assert device.attention_fraction([1, 64, 1024, 1e6]).tolist() == [0.5, 0.5, 1, 1]
+    assert device.attention_fraction([128, 5000], causal=True).tolist() == pytest.approx([0.5, 0.75])
+    plain, full = device_from_config(GPU), device_from_config({**GPU, "attention_curve": [[64, 0.5], [1024, 1]]})
+    assert (plain.curved, full.curved, plain.attention_fraction(1)) == (False, True, 1)
+    assert full.attention_fraction(256, causal=True) == pytest.approx(0.75)
+
+
 MISTAKES = {
     "missing key": (lambda c: c.pop("nodes"), "cluster 'mix': missing nodes"),
     "unknown key": (lambda c: c.update(racks=3), "unknown racks"),
@@ -58,6 +69,26 @@ MISTAKES = {
     "link of three": (lambda c: c["links"][0].update(nodes=["fast", "slow", "slow"]), "joins two nodes"),
     "bad rate": (lambda c: c["gpus"]["a100"].update(gemm_tflops=0), "'a100': gemm_tflops must be a positive"),
     "text for a number": (lambda c: c["gpus"]["a100"].update(memory_gb="80"), "memory_gb"),
+    "a curve of one number": (
+        lambda c: c["gpus"]["a100"].update(attention_curve=[[64]]),
+        "pairs of an edge and a fraction",
+    ),
+    "a curve that falls": (
+        lambda c: c["gpus"]["a100"].update(causal_curve=[[64, 0.5], [256, 0.4]]),
+        r"do not fall, got \[64, 0.5\] before",
+    ),
+    "a curve in disorder": (
+        lambda c: c["gpus"]["a100"].update(attention_curve=[[256, 0.5], [64, 1]]),
+        "attention_curve must have ascending edges",
+    ),
+    "a curve beyond its rate": (
+        lambda c: c["gpus"]["a100"].update(attention_curve=[[64, 1.1]]),
+        r"fractions above 0 up to 1, got \[64, 1.1\]",
+    ),
+    "a curve below its rate": (
+        lambda c: c["gpus"]["a100"].update(attention_curve=[[64, 0.9]]),
+        "last fraction of attention_curve must be 1",
+    ),
     "unknown kernel": (lambda c: c["gpus"]["a100"].update(kernel="magic"), "kernel 'magic' is not one of"),
     "unknown dtype": (lambda c: c["gpus"]["a100"].update(dtypes=["int4"]), "'int4'"),
     "no dtype": (lambda c: c["gpus"]["a100"].update(dtypes=[]), "dtypes is empty"),

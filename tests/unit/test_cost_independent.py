@@ -6,6 +6,7 @@ the prediction that it judges.
 
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
 
 import pytest
@@ -126,6 +127,17 @@ def attended(group, window):
     return own, others
 
 
+def reached(curve, edge):
+    """Fraction of its rate a device reaches in tiles of such an edge, linear in the logarithm between two points."""
+    if not curve:
+        return 1.0
+    edge = min(max(edge, curve[0][0]), curve[-1][0])
+    below = max(point for point in curve if point[0] <= edge)
+    above = min(point for point in curve if point[0] >= edge)
+    part = math.log(edge / below[0]) / math.log(above[0] / below[0]) if above > below else 0.0
+    return below[1] + part * (above[1] - below[1])
+
+
 @dataclasses.dataclass
 class Kernels:
     """Seconds of one rank's own square and of its other calls, one pass."""
@@ -141,7 +153,16 @@ def kernels(plan, replica, shard, group, route, window, site, model, backward):
     own_pairs, other_pairs = attended(group, window)
     rate = (device.attention_backward_tflops if backward else device.attention_forward_tflops) * 1e12
     flops = batch * heads * 4 * dim * (2.5 if backward else 1.0)
-    found = Kernels(flops * own_pairs / rate, flops * other_pairs / rate)
+    # How much longer than in large tiles the calls take, as they are without a window.
+    plain = longer = 0.0
+    for block in route.blocks:
+        for call in block.calls if block.side != "own" else ():
+            tile = (call.queries.stop - call.queries.start) * (call.keys.stop - call.keys.start)
+            plain, longer = plain + tile, longer + tile / reached(device.attention_curve, tile**0.5)
+    found = Kernels(
+        flops * own_pairs / rate / reached(device.causal_curve or device.attention_curve, (2 * own_pairs) ** 0.5),
+        flops * other_pairs / rate * (longer / plain if plain else 1.0),
+    )
     # A sum is read and written in fp32, a part read; two log-sum-exps read and one written.
     for block in route.blocks:
         for call in block.calls:
@@ -358,6 +379,10 @@ def test_the_plans_drawn_have_all_there_is():
         seen["layers with and without"] += work.model.full_layers > 0
         seen["fused"] += plan.fusion > 1
         seen["one rank"] += len(placed) == 1
+        for site in placed:
+            seen["slower in small tiles"] += bool(site.device.attention_curve)
+            seen["slower in causal squares"] += bool(site.device.causal_curve)
+            seen["the same in all tiles"] += not site.device.curved
         seen.update(evaluate(plan, cluster, work)[1])
     counted = {f"{n} replicas" for n in (1, 2, 3)} | {f"{n} groups" for n in range(1, 7)} | {
         f"{n} ranks" for n in range(1, 5)} | {f"ratio {n}" for n in range(1, 5)}  # fmt: skip

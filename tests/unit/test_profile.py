@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ import yaml
 from hexiseq.cluster import Cluster, Device, device_from_config
 from hexiseq.profile import cache, describe, measure_rates, set_up
 from hexiseq.profile import rates as rates_module
-from hexiseq.profile.describe import cpu_shares, device_rates, fit
+from hexiseq.profile.describe import cpu_shares, device_curves, device_rates, fit, fit_kinds
 from hexiseq.profile.links import exchange_sets, pair_rounds
 from hexiseq.workload import ModelShape
 
@@ -37,6 +38,31 @@ def test_a_fit_separates_what_is_fixed_from_the_rate() -> None:
     # A large call that is off moves the rate and not what is fixed.
     off = [50e-6 + amount / 2e10 * (1.2 if amount == 1e9 else 1) for amount in amounts]
     assert fit(amounts, off)[0] == pytest.approx(50e-6, rel=0.1)
+
+
+def test_a_fit_of_several_kinds_separates_their_rates_from_what_is_fixed() -> None:
+    rates = {(False, 64): 1e10, (False, 512): 3e10, (True, 64): 5e9}
+    kinds = [kind for kind in rates for _ in range(3)]
+    amounts = [1e6, 2e6, 8e6] * 3
+    seconds = [20e-6 + amount / rates[kind] for amount, kind in zip(amounts, kinds, strict=True)]
+    fixed, found = fit_kinds(amounts, seconds, kinds)
+    assert fixed == pytest.approx(20e-6)
+    assert found == pytest.approx(rates)
+    # Of one call of each kind nothing is known to be fixed.
+    assert fit_kinds([1e6, 1e6], [1e-3, 2e-3], [0, 1]) == (0.0, pytest.approx({0: 1e9, 1: 5e8}))
+
+
+def test_curves_never_fall_and_never_pass_the_rate() -> None:
+    def call(way: str, edge: int, causal: bool, rate: float) -> dict[str, Any]:
+        return {"work": f"attention_{way}", "amount": 1e9, "seconds": 1e9 / rate, "edge": edge, "causal": causal}
+
+    full = {64: 2e9, 256: 9e9, 512: 4e9, 1024: 8e9}
+    squares = {64: 1e9, 256: 2e9, 512: 3e9, 1024: 9e9}
+    calls = [call(way, edge, causal, rate * (2 if way == "forward" else 1)) for way in ("forward", "backward")
+             for causal, rates in ((False, full), (True, squares)) for edge, rate in rates.items()]  # fmt: skip
+    curves = device_curves(calls)
+    assert curves["attention_curve"] == [[64, 0.25], [256, 0.75], [512, 0.75], [1024, 1.0]]
+    assert curves["causal_curve"] == [[64, 0.125], [256, 0.25], [512, 0.375], [1024, 1.0]]
 
 
 def test_a_fit_never_has_a_negative_cost() -> None:
@@ -82,7 +108,8 @@ def test_cores_of_two_hosts_are_not_the_same_cores() -> None:
 
 def test_matrix_products_count_as_often_as_the_model_does_them() -> None:
     def call(work: str, amount: float, seconds: float, per_token: float = 0.0) -> dict[str, Any]:
-        return {"work": work, "amount": amount, "seconds": seconds, "per_token": per_token}
+        tile = {"edge": 64 if "attention" in work else 0, "causal": False}
+        return {"work": work, "amount": amount, "seconds": seconds, "per_token": per_token, **tile}
 
     calls = [call("gemm", 1e9, 0.01, 3), call("gemm", 1e9, 0.04, 1), call("copy", 1e8, 0.01)]
     for work in ("attention_forward", "attention_backward"):
@@ -101,9 +128,12 @@ def gpu(rank: int, node: str, device: str = H100, speed: float = 1.0, free_gb: f
     calls = [{"work": "gemm", "amount": 7.94e14, "seconds": 1 / speed, "per_token": 1.0},
              {"work": "copy", "amount": 3.35e12, "seconds": 1, "per_token": 0.0}]  # fmt: skip
     for way, tflops in (("forward", 616), ("backward", 585)):
-        for seconds in (1e-4, 1e-2):
-            calls.append({"work": f"attention_{way}", "amount": tflops * 1e12 * speed * (seconds - 1e-5),
-                          "seconds": seconds, "per_token": 0.0})  # fmt: skip
+        for seconds, (edge, causal) in itertools.product((1e-4, 1e-2), ((1024, False), (1024, True), (8192, False))):
+            reached = speed * {(1024, False): 0.8, (1024, True): 0.5}.get((edge, causal), 1.0)
+            calls.append({"work": f"attention_{way}", "amount": tflops * 1e12 * reached * (seconds - 1e-5),
+                          "seconds": seconds, "per_token": 0.0, "edge": edge, "causal": causal})  # fmt: skip
+    for call in calls:
+        call |= {"edge": call.get("edge", 0), "causal": call.get("causal", False)}
     uuid = f"GPU-{rank:08x}-0000-0000-0000-000000000000"
     return {"node": node, "host": node, "device": f"{device} {uuid}", "vendor": "nvidia", "cores": [], "usage": None,
             "dtypes": ["bfloat16", "float16", "float32"], "kernel": "flash_attn3", "calls": calls, "memory_gb": 80.0,
@@ -135,6 +165,7 @@ def test_a_sick_gpu_is_a_type_of_its_own_and_pointed_out() -> None:
     assert well.launch_us == pytest.approx(10, rel=0.01)
     assert (well.names, slow.names) == ((H100,), ("GPU-00000006-0000-0000-0000-000000000000",))
     assert well.peak_tflops == 989
+    assert (well.attention_curve, well.causal_curve) == (((1024, 0.8), (8192, 1.0)), ((1024, 0.5),))
     assert [node.intra_gb_per_s for node in cluster.nodes] == pytest.approx([370, 370])
     # Four ranks together fill the node's network, of which each measured its part.
     assert cluster.nodes[0].network_gb_per_s == pytest.approx(100, rel=0.01)
@@ -198,6 +229,10 @@ def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # Any processor of the last twenty years, and none of the next ten.
     assert all(1e-5 < rates[name] < 100 for name in rates if name.endswith("tflops"))
     assert found["usage"]["busy"] > 0
+    curves = device_curves(found["calls"])
+    assert {name: [edge for edge, _ in curve] for name, curve in curves.items()} == {
+        "attention_curve": [16, 128], "causal_curve": [16, 128]
+    }  # fmt: skip
 
 
 def test_a_model_that_does_not_fit_is_refused_with_its_matrix() -> None:

@@ -496,6 +496,22 @@ def test_slots_exist_for_every_length():
     assert all(sorted(r for group in grouping for r in group) == list(range(8)) for grouping in seen)
 
 
+def test_small_tiles_that_are_slow_make_groups_wider():
+    """The search takes notice of curves: what it finds is faster by the cost model than the plan made without them."""
+    curve = ((512, 0.2), (2048, 0.5), (8192, 1.0))
+    flat, work = mixed(nic=200.0), job(dataclasses.replace(LLAMA, layers=8), 16384)
+    nodes = tuple(
+        dataclasses.replace(node, seats=(Seat(dataclasses.replace(node.seats[0].device, attention_curve=curve)),) * 4)
+        for node in flat.nodes
+    )
+    curved = Cluster("curved", nodes)
+    before, after = solve(flat, work, rivals=False), solve(curved, work, rivals=False)
+    widths = [max(len(group.shards) for group in plan.replicas[0].groups) for plan in (before, after)]
+    assert widths[0] < widths[1]
+    assert after.predicted.step_seconds < 0.98 * cost.predict(before, curved, work).step_seconds
+    assert before.predicted.step_seconds < after.predicted.step_seconds
+
+
 def test_sixteen_devices_are_solved_fast():
     solve(mixed(8), job(seq_len=262144))
     start = time.process_time()
