@@ -120,7 +120,8 @@ def test_mistakes_end_before_any_rank_starts(
 def broken_plans(plan: dict) -> dict[str, dict]:
     lost, doubled = json.loads(json.dumps(plan)), json.loads(json.dumps(plan))
     lost["replicas"][0]["groups"][0]["shards"][0]["tokens"][0][0] += 1
-    doubled["replicas"][0]["groups"][0]["shards"][0]["heads"][1] += 1
+    widest = max(doubled["replicas"][0]["groups"], key=lambda group: len(group["shards"]))
+    widest["shards"][0]["heads"][1] += 1
     return {"belong to no rank": lost, "belong to ranks": doubled}
 
 
