@@ -10,7 +10,15 @@ Exit codes: 0, or 2 for a mistake of the user's (one block on stderr), or 1 for 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Slurm's warning that the time is up must not end a process that is still importing.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+import contextlib
 import csv
+import dataclasses
 import importlib
 import json
 import os
@@ -41,6 +49,7 @@ LOCAL_RECIPES = {"plan": plan.run, "simulate": simulate.run, "slurm": slurm.run}
 RANK_RECIPES = {"pretrain": jobs, "profile": profile}
 
 outcomes: list[str] = []
+told: list[bool] = []
 reported: list[Exception] = []
 # Where a launcher started this process: its place among the others, and where it meets them.
 crew: list[tuple[launch.Party, Meeting]] = []
@@ -114,6 +123,7 @@ def command(recipe: str, run_dir: Path) -> list[str]:
 def lead(config: dict[str, Any], run_dir: Path) -> None:
     """Prepare the job of the processes a launcher started, this one being the first of them, and take part in it."""
     own, meeting = crew[0]
+    told.append(True)
     there = launch.muster(own, meeting)
 
     def make() -> dict[str, Any]:
@@ -135,15 +145,27 @@ def follow() -> int:
     try:
         launch.muster(own, meeting)
         serve(meeting.share(None))
-    except ValueError as error:
+    except (ValueError, launch.RankFailed) as error:
         if not meeting.heard:
-            report(error)  # the first process could not
-        return launch.USER_ERROR_CODE
-    except launch.RankFailed:
-        return 1
+            report(error)
+        return launch.USER_ERROR_CODE if isinstance(error, ValueError) else 1
     except launch.Interrupted as error:
         return error.code
     return 0
+
+
+def dismiss() -> None:
+    """Where this first process ends before there was a job, tell the others, so that they do not wait for one."""
+    if not crew or told:
+        return
+    own, meeting = crew[0]
+
+    def end() -> None:
+        raise ValueError("the first process has ended; see its output")
+
+    with contextlib.suppress(ValueError):
+        launch.muster(own, meeting)
+        meeting.share(end)
 
 
 def serve(order: dict[str, Any]) -> None:
@@ -156,21 +178,25 @@ def serve(order: dict[str, Any]) -> None:
     if not own.agents:
         # Only ranks pay for importing torch and Lightning.
         module = importlib.import_module(f"recipes.{recipe}")
-        launch.worker(lambda: module.run(job), job.run_dir, job.devices)
+        launch.worker(lambda: module.run(job), job.run_dir, job.devices, meeting)
         return
     text, path = json.dumps(order["job"]), job.run_dir / "job.json"
     if not path.exists() or path.read_text() != text:  # nodes need not share their files
         job.run_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     agents = launch.agents(own, meeting, order["nodes"], order["ranks"], order["port"])
+    if agents is None:
+        launch.start_ranks(command(recipe, job.run_dir), job.devices, job.run_dir)
+        return
+    hosts = [node for node, count in zip(order["nodes"], order["ranks"], strict=True) for _ in range(count)]
+    devices = [dataclasses.replace(device, node=host) for device, host in zip(job.devices, hosts, strict=True)]
     try:
-        launch.start_ranks(command(recipe, job.run_dir), job.devices, job.run_dir, agents)
+        launch.start_ranks(command(recipe, job.run_dir), devices, job.run_dir, agents)
     except (ValueError, launch.RankFailed) as error:
-        if agents is not None:
-            if own.number == 0:
-                report(error)
-                reported.append(error)
-            launch.say_last(agents, said=own.number == 0)
+        if own.number == 0:
+            report(error)
+            reported.append(error)
+        meeting.heard = launch.say_last(agents, said=own.number == 0)
         raise
 
 
@@ -229,26 +255,32 @@ def start() -> int:
     outcomes.clear()
     sweeps.clear()
     crew.clear()
+    told.clear()
     try:
         own = launch.party()
+    except ValueError as error:  # which all processes find alike
+        if launch.is_first():
+            report(error)
+        return launch.USER_ERROR_CODE
+    try:
         if own is not None:
-            if multirun and (own.size > 1 or not own.agents):
-                if own.number == 0:
-                    raise ValueError(
-                        f"-m runs many jobs, the launcher started {own.size} processes for one; "
-                        "run the sweep with plain python, which starts each job's ranks itself"
-                    )
-                return launch.USER_ERROR_CODE
             launch.become_rank(own)
             waiting = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())["launch"]["timeout_seconds"]
             crew.append((own, launch.meet(own, launch.told(sys.argv[1:], "launch.timeout_seconds", waiting))))
             if own.number != 0:
                 return follow()
+            if multirun and (own.size > 1 or not own.agents):
+                raise ValueError(
+                    f"-m runs many jobs, the launcher started {own.size} processes for one; "
+                    "run the sweep with plain python, which starts each job's ranks itself"
+                )
         make_folder(sys.argv[1:], "hydra.sweep.dir" if multirun else "hydra.run.dir")
+        main()
     except ValueError as error:
         report(error)
         return launch.USER_ERROR_CODE
-    main()
+    finally:
+        dismiss()
     for sweep_dir in sweeps:
         sweep_report(sweep_dir)
     if "error" in outcomes:
@@ -257,4 +289,7 @@ def start() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start())
+    code = start()
+    if code and crew:
+        launch.stay(code, first=crew[0][0].number == 0)
+    sys.exit(code)

@@ -394,6 +394,9 @@ def reach_store(host: str, port: int, rank: int, timeout_seconds: float) -> Any:
             # Not by `rendezvous`: it waits for all ranks and does not say which of them are missing.
             base = dist.TCPStore(host, port, None, host_here, wait, wait_for_workers=False, multi_tenant=not hosted)
         except RuntimeError as error:
+            if host_here:
+                reason = "it is in use" if "address already in use" in str(error) else str(error).splitlines()[0]
+                raise ValueError(f"rank 0 cannot open port {port} of {host}: {reason}") from error
             raise ValueError(f"rank {rank}: rank 0 did not answer at {host}:{port} within {timeout_seconds:g} s; "
                              "see the ranks' output") from error  # fmt: skip
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

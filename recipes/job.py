@@ -256,6 +256,8 @@ def newest_checkpoint(run_dir: Path) -> str | None:
         number = folder.name.removeprefix("step-")
         if number.isdigit() and all((folder / part).is_file() for part in CHECKPOINT_PARTS):
             steps[int(number)] = folder
+        else:
+            print(f"warning: {folder} is no whole checkpoint and left aside", file=sys.stderr, flush=True)
     return str(steps[max(steps)]) if steps else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 import os
@@ -59,6 +60,9 @@ def check(config: dict[str, Any]) -> None:
 def loggers(job: Job) -> list[Logger]:
     """The run's loggers. W&B is rank 0's alone, and one run a job."""
     earlier = _earlier_rows(job) if launch.rank() == 0 else []
+    path = job.run_dir / "metrics.csv"
+    if launch.rank() == 0 and not earlier and path.exists():  # another run's
+        path.rename(next(path for n in itertools.count(1) if not (path := job.run_dir / f"metrics.{n}.csv").exists()))
     metrics = CSVLogger(job.run_dir, name="", version="", flush_logs_every_n_steps=1)
     if launch.rank() == 0:
         # Lightning starts the file anew.

@@ -200,7 +200,8 @@ def _command(start: str, parts: Sequence[Component], site: Config, arguments: Se
     if given and given[-1] not in ("auto", "null"):
         lines += [
             "# Once it has checkpoints of its own, it goes on from them.",
-            f'compgen -G "{run_dir}/checkpoints/step-*" >/dev/null && start=auto || start={shlex.quote(given[-1])}',
+            f'compgen -G "{run_dir}/checkpoints/step-*/meta.pt" >/dev/null && start=auto \\',
+            f"  || start={shlex.quote(given[-1])}",
         ]
         job.append('ckpt_path="$start"')
     else:
@@ -265,7 +266,15 @@ def check(path: Path, wanted: Sequence[Component], name: str, step_seconds: floa
         options = _directives(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe.check {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:
+        raise ValueError(f"recipe.check {path}: {error}") from None
     wrong, note = [], ""
+    if b"\r\n" in path.read_bytes():
+        wrong.append("its lines end as on Windows, which sbatch refuses; dos2unix mends that")
+    if options[0].get("signal", "").upper().startswith("B:"):
+        wrong.append(f"--signal={options[0]['signal']} goes to the shell alone, not to the ranks; leave out the B:")
+    if len(options) > 1 and any("array" in given for given in options):
+        wrong.append("--array cannot go with the components of a heterogeneous job; submit it several times")
     limit = options[0].get("time")
     if limit is None:
         wrong.append("no --time; the partition's default would be the limit")
@@ -301,7 +310,7 @@ def asked(options: Sequence[Mapping[str, str]]) -> list[Component]:
         if "ntasks-per-node" in given:
             tasks = _count(where, "ntasks-per-node", given["ntasks-per-node"])
         else:
-            tasks = _count(where, "ntasks", given.get("ntasks", "1")) // (nodes or 1) if "ntasks" in given else 1
+            tasks = _each(where, "ntasks", given["ntasks"], nodes) if "ntasks" in given else 1
         gpus = {name or alone: count for name, count in _gpus(where, given, nodes, tasks).items()}
         part = Component(where, given.get("partition", ""), nodes, gpus, tasks, sum(gpus.values()))
         if not classes:
@@ -371,7 +380,10 @@ def _directives(text: str) -> list[dict[str, str]]:
             if line.strip() and not line.startswith("#"):
                 break
             continue
-        words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        try:
+            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{line}: {str(error).lower()}") from None
         if words[:1] in (["hetjob"], ["packjob"]):
             components.append({})
             continue
@@ -390,15 +402,24 @@ def _directives(text: str) -> list[dict[str, str]]:
 
 def _gpus(where: str, given: Mapping[str, str], nodes: int | None, tasks: int) -> dict[str, int]:
     """GPUs of a node by type, however they are asked for."""
-    per = {"gpus-per-node": 1.0, "gpus-per-task": float(tasks), "gpus": 1 / (nodes or 1)}
-    items = [(text.split(":")[1:], 1.0) for text in given.get("gres", "").split(",") if text.split(":")[0] == "gpu"]
-    items += [(text.split(":"), share) for key, share in per.items() for text in given.get(key, "").split(",") if text]
+    items = [("gres", text.split(":")[1:]) for text in given.get("gres", "").split(",") if text.split(":")[0] == "gpu"]
+    per = ("gpus-per-node", "gpus-per-task", "gpus")
+    items += [(key, text.split(":")) for key in per for text in given.get(key, "").split(",") if text]
     found: dict[str, int] = {}
-    for fields, share in items:
+    for key, fields in items:
         name = fields[0] if fields and not fields[0].isdecimal() else ""
-        count = _count(where, "gres", fields[-1]) if fields and (len(fields) > 1 or not name) else 1
-        found[name] = found.get(name, 0) + round(count * share)
+        text = fields[-1] if fields and (len(fields) > 1 or not name) else "1"
+        count = _each(where, key, text, nodes) if key == "gpus" else _count(where, key, text)
+        found[name] = found.get(name, 0) + count * (tasks if key == "gpus-per-task" else 1)
     return found
+
+
+def _each(where: str, option: str, text: str, nodes: int | None) -> int:
+    """A node's share of a number that is for all nodes."""
+    count = _count(where, option, text)
+    if count % (nodes or 1):
+        raise ValueError(f"{where}: --{option} {count} does not divide among {nodes} nodes alike")
+    return count // (nodes or 1)
 
 
 def _nodes(text: str) -> int | None:

@@ -211,7 +211,7 @@ def test_the_job_gets_what_was_asked_for_and_the_site_lines_stay(
     text = path.read_text()
     job = "+cluster=cpu_mixed data.seq_len=256 recipe.optimizer.lr=0.1 +slurm.gres.x=y"
     assert f'train.py {job} hydra.run.dir=outputs/slurm-$SLURM_JOB_ID ckpt_path="$start"\n' in text
-    assert "start=auto || start='a b'\n" in text
+    assert "start=auto \\\n  || start='a b'\n" in text
     path.write_text(text.replace("# module load cuda", "module load mine").replace("--nodes=1", "--nodes=2"))
     slurm.run(config, tmp_path, given)
     assert path.read_text() == text.replace("# module load cuda", "module load mine")

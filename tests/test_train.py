@@ -160,7 +160,7 @@ def test_sweep_under_a_launcher_is_refused(call, monkeypatch: pytest.MonkeyPatch
         ("MASTER_PORT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    answer = call(flag, "+cluster=cpu_mixed", "strategy=ring,hexiseq")
+    answer = call(flag, "+cluster=cpu_mixed", "strategy=ring,hexiseq", "launch.timeout_seconds=1")
     assert answer.code == 2
     assert "3 processes" in answer.err
 

@@ -19,13 +19,14 @@ from typing import Any
 
 from hexiseq import testbed
 from hexiseq.doctor import Meeting
-from hexiseq.launch.worker import ENDED_CODE
+from hexiseq.launch.worker import ENDED_CODE, passed_on
 from hexiseq.plan import RankDevice
 
 SHUTDOWN_SECONDS = 10  # a rank that has not ended this long after it was asked to is killed
 WATCH_SECONDS = 0.5  # between two looks at what other agents say
 # After a failure, until every agent has ended its ranks and said how: one that has not answered by then is gone.
 ACCOUNT_SECONDS = SHUTDOWN_SECONDS + 5.0
+QUICK_SECONDS = 3.0  # the same where srun is ending the job
 _FAILED, _SAID = "agents/failed", "agents/said"
 
 
@@ -89,7 +90,8 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     first, own, nodes = 0, len(devices), 1
@@ -116,7 +118,8 @@ def start_ranks(
         **rendezvous,
     )
     # Between numerical libraries' thread pools and one process a rank, one thread each is the honest default.
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HEXISEQ_PARENT": str(os.getpid())}
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HEXISEQ_PARENT": str(os.getpid()),
+                   **passed_on()}  # fmt: skip
     saved = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     watch = _Watch(agents) if agents else None
@@ -126,8 +129,12 @@ def start_ranks(
         codes = {failed: failure.exitcode for failed, failure in error.failures.items()}
         raise _explain(*_gather(codes, logs, watch), logs, devices) from None
     except SignalException as error:
-        if watch is not None and watch.heard:
-            raise _explain(*_gather({}, logs, watch), logs, devices) from None
+        if watch is not None:
+            seconds = ACCOUNT_SECONDS if watch.heard else QUICK_SECONDS
+            found = _gather(watch.killed(logs), logs, watch, seconds)
+            # What ends a job of Slurm's is somebody, or srun, to whom an agent is lost.
+            if watch.heard or found[2]:
+                raise _explain(*found, logs, devices) from None
         raise Interrupted(error.sigval) from None
     finally:
         if watch is not None:
@@ -144,7 +151,7 @@ class _Watch:
     """Ends this agent's ranks when another agent's have failed: its peers would wait for a rank that is no more."""
 
     def __init__(self, agents: Agents) -> None:
-        self.agents, self.heard = agents, False
+        self.agents, self.heard, self._heard_at = agents, False, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -156,9 +163,16 @@ class _Watch:
             except RuntimeError:  # the first agent, which hosts the store, is gone
                 failed = True
             if failed:
-                self.heard = True
+                self.heard, self._heard_at = True, time.monotonic()
                 os.kill(os.getpid(), signal.SIGTERM)  # torch's agent ends its ranks on it
                 return
+
+    def killed(self, logs: Path) -> dict[int, int]:
+        """Own ranks that had to be killed after others failed: they did not end when they were asked to."""
+        if not self.heard or time.monotonic() - self._heard_at < SHUTDOWN_SECONDS:
+            return {}
+        own = range(self.agents.first, self.agents.first + self.agents.ranks[self.agents.number])
+        return {rank: -signal.SIGKILL for rank in own if not (logs / f"rank{rank}.error").exists()}
 
     def stop(self) -> None:
         self._stop.set()
@@ -166,13 +180,15 @@ class _Watch:
 
 
 def _gather(
-    codes: Mapping[int, int], logs: Path, watch: _Watch | None
+    codes: Mapping[int, int], logs: Path, watch: _Watch | None, seconds: float = ACCOUNT_SECONDS
 ) -> tuple[dict[int, int], dict[int, dict[str, Any]], list[str]]:
     """Exit codes and reports of the failed ranks, by rank, and the nodes whose agent does not answer."""
     own = {}
     for path in logs.glob("rank*.error"):
         number = int(path.stem.removeprefix("rank"))
-        own[number] = json.loads(path.read_text())
+        report = json.loads(path.read_text())
+        if "ended" not in report:
+            own[number] = report
     if watch is None:
         return dict(codes), own, []
     watch.stop()
@@ -182,7 +198,7 @@ def _gather(
     try:
         agents.meeting.post(_FAILED, None)
         agents.meeting.post(f"agents/{agents.number}", mine)
-        gone = agents.meeting.missing([f"agents/{n}" for n in range(len(agents.ranks))], ACCOUNT_SECONDS)
+        gone = agents.meeting.missing([f"agents/{n}" for n in range(len(agents.ranks))], seconds)
         accounts = [agents.meeting.read(f"agents/{n}") for n in range(len(agents.ranks)) if f"agents/{n}" not in gone]
     except RuntimeError:
         gone, accounts = ["agents/0"], [mine]
@@ -234,19 +250,21 @@ def _explain(
     return RankFailed(f"{name(failed)} failed: {what}\nThe run has ended. Log: {logs / f'rank{failed}.log'}")
 
 
-def say_last(agents: Agents, said: bool) -> None:
+def say_last(agents: Agents, said: bool) -> bool:
     """Before agents end on an error: the first has the last word, which the others wait for, and it for them.
-
-    ``srun`` ends all of a job's processes when one of them ends badly.
 
     Args:
         said: this agent has printed why.
+
+    Returns:
+        Whether the first agent has.
     """
     try:
         if said:
             agents.meeting.post(_SAID, None)
-        else:
-            agents.meeting.missing([_SAID], ACCOUNT_SECONDS)
+        elif agents.meeting.missing([_SAID], ACCOUNT_SECONDS):
+            return False
         agents.meeting.leave()
     except RuntimeError:
-        pass
+        return said
+    return True

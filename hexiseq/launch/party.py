@@ -8,6 +8,7 @@ the others where they are and what they see, and tells them what to run.
 from __future__ import annotations
 
 import csv
+import math
 import os
 import socket
 import subprocess
@@ -65,10 +66,10 @@ def party(environment: Mapping[str, str] = os.environ) -> Party | None:
     if task is None:
         return None
     # srun's own variables name the node that sorts first, which need not have the first process.
-    return Party(
-        task.number, task.size, max(task.tasks) == 1,
-        task.nodes[0], int(environment.get("MASTER_PORT", task.port)), task,
-    )  # fmt: skip
+    chosen = environment.get("MASTER_PORT", str(task.port))
+    if not chosen.isdecimal() or not 0 < int(chosen) < 2**16:
+        raise ValueError(f"MASTER_PORT {chosen!r} of the environment is no port; give a number from 1 to {2**16 - 1}")
+    return Party(task.number, task.size, max(task.tasks) == 1, task.nodes[0], int(chosen), task)
 
 
 def joined() -> bool:
@@ -110,6 +111,8 @@ def meet(own: Party, timeout_seconds: float) -> Meeting:
     try:
         store = reach_store(own.address, own.port, own.number, timeout_seconds)
     except ValueError as error:
+        if own.number == 0:
+            raise ValueError(f"{error}; MASTER_PORT=NUMBER in the environment chooses another") from error
         node = socket.gethostname()
         raise ValueError(
             f"{own.who(own.number)} on {node}: {own.who(0)} did not answer at {own.address}:{own.port} within "
@@ -229,6 +232,13 @@ def told(arguments: Sequence[str], key: str, default: Any) -> Any:
     """A number that the command line gives `key`, read by processes that do not compose the configuration."""
     given = [argument.partition("=")[2] for argument in arguments if argument.lstrip("+").startswith(f"{key}=")]
     try:
-        return float(given[-1]) if given else default
-    except ValueError:
-        return default  # the first process composes, and refuses it
+        number = float(given[-1])
+    except (IndexError, ValueError):
+        return default
+    # The first process composes, and refuses what is no time.
+    return number if 0 < number < math.inf else default
+
+
+def is_first(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the one that speaks to the user, also where nothing else is known of the others."""
+    return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"

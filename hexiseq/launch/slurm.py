@@ -24,6 +24,7 @@ class Task:
 
     Attributes:
         job: id of the job; of a heterogeneous one that of its leader, which is the one to requeue.
+        key: the same as one number, an array's task having its own.
         restarts: how often the job has been requeued.
         number: of this process in the step.
         nodes: of the step, in the order of its processes.
@@ -35,6 +36,7 @@ class Task:
     """
 
     job: str
+    key: int
     restarts: int
     number: int
     nodes: tuple[str, ...]
@@ -51,7 +53,7 @@ class Task:
     @property
     def port(self) -> int:
         """For the job's rendezvous: every process of the job comes to the same, other jobs of the time to others."""
-        return FIRST_PORT + (int(re.sub(r"\D", "", self.job) or 0) + self.restarts) % PORTS
+        return FIRST_PORT + (self.key + self.restarts) % PORTS
 
 
 def task(environment: Mapping[str, str] = os.environ) -> Task | None:
@@ -80,6 +82,7 @@ def task(environment: Mapping[str, str] = os.environ) -> Task | None:
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     return Task(
         job=job_id(environment) or "0",
+        key=int(environment.get("SLURM_JOB_ID", "0")),
         restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
         number=int(environment["SLURM_PROCID"]),
         nodes=tuple(nodes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import logging
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from hexiseq import testbed
+from hexiseq.doctor import Meeting
 from hexiseq.launch import slurm
 from hexiseq.plan import RankDevice
 
@@ -24,7 +26,9 @@ log = logging.getLogger(__name__)
 
 USER_ERROR_CODE = 2
 ENDED_CODE = 128 + signal.SIGTERM
+STAY_SECONDS = 3.0
 STOP_SIGNAL = signal.SIGUSR1  # asks a run to keep what it has and end
+_ASKED_BEFORE = "HEXISEQ_ASKED_TO_STOP"
 _asked: list[int] = []
 
 
@@ -38,19 +42,25 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def worker(main: Callable[[], None], run_dir: Path, devices: Sequence[RankDevice] = ()) -> None:
+def worker(
+    main: Callable[[], None],
+    run_dir: Path,
+    devices: Sequence[RankDevice] = (),
+    meeting: Meeting | None = None,
+) -> None:
     """Run one rank's work: its output goes to ``logs/rankN.log`` (rank 0 also keeps the terminal), errors become
     a report the parent can read and an exit code: 2 for a ValueError, 1 for anything else.
 
     Args:
         devices: one a rank, to name it by.
+        meeting: of all ranks, where no agent of ours sees which of them has hung.
     """
     _die_with_parent()
-    _end_at_once_when_asked()
-    listen()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"rank{rank()}.log"
+    path, report = logs / f"rank{rank()}.log", logs / f"rank{rank()}.error"
+    _end_at_once_when_asked(report)
+    listen()
     terminal = os.dup(sys.stderr.fileno())
     if rank() != 0:
         with path.open("a") as file:
@@ -69,15 +79,30 @@ def worker(main: Callable[[], None], run_dir: Path, devices: Sequence[RankDevice
             file.write(text)
         user = isinstance(error, ValueError)
         message = str(error) if user else f"{type(error).__name__}: {error}"
-        (logs / f"rank{rank()}.error").write_text(json.dumps({"user": user, "message": message, "time": time.time()}))
+        if meeting is not None and isinstance(error, Exception) and not user:
+            message = f"{message}\n{meeting.blame('training', error)}"
+        report.write_text(json.dumps({"user": user, "message": message, "time": time.time()}))
         sys.stdout.flush()
         sys.stderr.flush()
         if "HEXISEQ_PARENT" not in os.environ and (rank() == 0 or not user):
             # No parent of ours reads the report. A user's mistake is every rank's, with one text.
             last = f"error: {error}" if user else f"error: {who} failed: {message}\nLog: {path}"
             os.write(terminal, f"{last}\n".encode())
+        if "HEXISEQ_PARENT" not in os.environ:
+            stay(USER_ERROR_CODE if user else 1, first=rank() == 0)
         # Interpreter shutdown can hang in a collective library that still waits for peers.
         os._exit(USER_ERROR_CODE if user else 1)
+
+
+def stay(code: int, first: bool) -> None:
+    """Before one of several processes ends with an error: not before the first of them, which says why, has ended.
+
+    ``srun`` ends all when one ends badly, and counts the largest code.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
+    if not first:
+        time.sleep(STAY_SECONDS)
 
 
 def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
@@ -110,18 +135,28 @@ def hold_signals() -> None:
     reaches them once they listen.
     """
     # Threads that are there already do not block it.
-    signal.signal(STOP_SIGNAL, lambda number, frame: None)
+    signal.signal(STOP_SIGNAL, _note)
+    atexit.register(signal.signal, STOP_SIGNAL, signal.SIG_IGN)  # Python puts back the default, which ends a process
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
 
 
 def listen() -> None:
     """Note requests to stop from now on, those that were held back among them."""
 
-    def note(number: int, _: FrameType | None) -> None:
-        _asked.append(number)
-
-    signal.signal(STOP_SIGNAL, note)
+    if os.environ.get(_ASKED_BEFORE) == "1":
+        _asked.append(STOP_SIGNAL)
+    signal.signal(STOP_SIGNAL, _note)
+    atexit.register(signal.signal, STOP_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
+
+
+def passed_on() -> dict[str, str]:
+    """What the environment of ranks that are about to start must say of requests to stop that came before them."""
+    return {_ASKED_BEFORE: str(int(asked_to_stop() or STOP_SIGNAL in signal.sigpending()))}
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    _asked.append(number)
 
 
 def asked_to_stop() -> bool:
@@ -140,14 +175,21 @@ def requeue() -> None:
               "with ckpt_path=auto and the same run folder", flush=True)  # fmt: skip
 
 
-def _end_at_once_when_asked() -> None:
-    """A rank that waits inside a collective runs no Python signal handler; a thread of its own ends it all the same."""
+def _end_at_once_when_asked(report: Path) -> None:
+    """A rank that waits inside a collective runs no Python signal handler; a thread of its own ends it all the same.
+
+    It says so in its report, which tells it from a rank that has hung.
+    """
     asked = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, asked)
+    # To srun the largest code counts, which is to be that of the rank that failed.
+    code = ENDED_CODE if "HEXISEQ_PARENT" in os.environ else 1
 
     def end() -> None:
         signal.sigwait(asked)
-        os._exit(ENDED_CODE)
+        if not report.exists():
+            report.write_text(json.dumps({"ended": True}))
+        os._exit(code)
 
     threading.Thread(target=end, name="end", daemon=True).start()
 
