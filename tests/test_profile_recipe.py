@@ -99,12 +99,12 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         profile.prepare(composed(["recipe=profile"]), tmp_path / "file" / "run")
 
 
-def test_ranks_on_several_machines_need_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_machines_need_a_cluster() -> None:
+    from hexiseq.launch import Member
     from recipes.compose import composed
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 of the 4 ranks are on this machine.*recipe=profile recipe.save=NAME"):
-        jobs.detect(composed([]), 4)
+    with pytest.raises(ValueError, match=r"4 ranks are on 2 nodes \(a, b\).*recipe=profile recipe.save=NAME"):
+        jobs.detect(composed([]), [Member("a"), Member("a"), Member("b"), Member("b")])
 
 
 @pytest.mark.slow
