@@ -142,9 +142,21 @@ def lead(config: dict[str, Any], run_dir: Path) -> None:
 def follow() -> int:
     """Take part in the job of the first process, and never compose. Returns the exit code; the first says why."""
     own, meeting = crew[0]
+    # Where the first ends with an error, srun ends this one: as soon, and with the right code, it ends by itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         launch.muster(own, meeting)
-        serve(meeting.share(None))
+        order = meeting.share(None)
+    except ValueError as error:
+        if not meeting.heard:
+            report(error)
+        return launch.USER_ERROR_CODE
+    except RuntimeError:
+        report(RuntimeError(f"{own.who(own.number)}: {own.who(0)} is gone"))
+        return 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ranks inherit
+    try:
+        serve(order)
     except (ValueError, launch.RankFailed) as error:
         if not meeting.heard:
             report(error)
@@ -156,7 +168,7 @@ def follow() -> int:
 
 def dismiss() -> None:
     """Where this first process ends before there was a job, tell the others, so that they do not wait for one."""
-    if not crew or told:
+    if not crew or told or crew[0][0].number != 0:
         return
     own, meeting = crew[0]
 
@@ -193,6 +205,7 @@ def serve(order: dict[str, Any]) -> None:
     try:
         launch.start_ranks(command(recipe, job.run_dir), devices, job.run_dir, agents)
     except (ValueError, launch.RankFailed) as error:
+        launch.stay(launch.USER_ERROR_CODE if isinstance(error, ValueError) else 1, first=True)
         if own.number == 0:
             report(error)
             reported.append(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -553,6 +554,11 @@ class HexiSeqStrategy(ModelParallelStrategy):
         except CheckpointException as error:
             rank, failure = next(iter(error.failures.items()))
             raise ValueError(f"ckpt_path {str(path)!r} does not load: rank {rank}: {failure[0]}") from error
+        except (EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"ckpt_path {str(path)!r} is damaged ({reason}); without it an earlier one can be used"
+            ) from error
 
     def _check_checkpoint(self, path: Path) -> None:
         """Compare the checkpoint's parameters with the model's before anything is loaded."""
