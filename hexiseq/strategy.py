@@ -547,9 +547,9 @@ class HexiSeqStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         if not path.exists():
             raise ValueError(f"ckpt_path {str(path)!r} does not exist")
-        if path.is_dir():
-            self._check_checkpoint(path)
         try:
+            if path.is_dir():
+                self._check_checkpoint(path)
             return super().load_checkpoint(path, weights_only)
         except CheckpointException as error:
             rank, failure = next(iter(error.failures.items()))

@@ -133,7 +133,7 @@ def start_ranks(
             seconds = ACCOUNT_SECONDS if watch.heard else QUICK_SECONDS
             found = _gather(watch.killed(logs), logs, watch, seconds)
             # What ends a job of Slurm's is somebody, or srun, to whom an agent is lost.
-            if watch.heard or found[2]:
+            if found[2] or (watch.heard and any(found)):
                 raise _explain(*found, logs, devices) from None
         raise Interrupted(error.sigval) from None
     finally:

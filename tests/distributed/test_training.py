@@ -127,6 +127,7 @@ def test_validation_counts_every_token_once(pools, packed):
             "model.model.layers.0.mlp.gate_proj.weight is [96, 72] in the checkpoint, [80, 72] in the model",
         ),
         ("no checkpoint", "does not exist"),
+        ("damaged checkpoint", "is damaged (Ran out of input); without it an earlier one can be used"),
         ("precision", "the plan's dtype sets the precision"),
         ("devices", "toaster"),
         ("other documents", "ranks [2] got another first batch than rank 0 of their replica 0"),
@@ -139,6 +140,10 @@ def test_every_rank_is_told_what_is_wrong(pools, tmp_path, kind, message):
     plan, folder = make_plan(UNEVEN, dtype="float32"), str(tmp_path / "checkpoint")
     if kind == "other model":
         pools(3).run(cases.run_to, 1, plan, None, folder, timeout=START_UP)
+    if kind == "damaged checkpoint":
+        (tmp_path / "checkpoint").mkdir()
+        for part in (".metadata", "meta.pt"):
+            (tmp_path / "checkpoint" / part).touch()
     for text in pools(3).run(cases.refusal, kind, plan, folder, timeout=START_UP):
         assert message in text
 

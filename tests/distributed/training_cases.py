@@ -399,6 +399,8 @@ def refusal(kind: str, plan: Plan, folder: str) -> str:
     elif kind == "other model":
         start = folder
         module = CausalLM({**CONFIG, "intermediate_size": 80}, OPTIMIZER, seed=7)
+    elif kind == "damaged checkpoint":
+        start = folder
     elif kind == "no checkpoint":
         start = folder + "-nowhere"
     elif kind == "precision":
