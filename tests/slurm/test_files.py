@@ -78,6 +78,7 @@ def test_a_sweep_gives_every_line_a_task_of_its_own(slurm: Mini, checkout: Path)
     assert json.loads((folder / "2" / "simulation.json").read_text())["settings"]["stragglers"] == {"0": 2}
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_runs(slurm: Mini, checkout: Path) -> None:
     few = ("trainer.max_steps=2", "trainer.validation_sequences=0", "data=synthetic", "data.seq_len=512",
            "model=tiny_llama", "cluster.nodes.0.devices.0.count=2", "cluster.nodes.1.devices.0.count=1")  # fmt: skip
