@@ -72,11 +72,6 @@ def party(environment: Mapping[str, str] = os.environ) -> Party | None:
     return Party(task.number, task.size, max(task.tasks) == 1, task.nodes[0], int(chosen), task)
 
 
-def joined() -> bool:
-    """Whether this process is one of a job's ranks, started by a launcher."""
-    return all(name in os.environ for name in _RANK_VARIABLES)
-
-
 def become_rank(own: Party) -> None:
     """Put into the environment what torch and Lightning expect there of a rank, where Slurm has started it."""
     if own.agents or own.task is None:

@@ -129,6 +129,7 @@ except ValueError as error:
     assert [process.wait(timeout=90) for process in ranks] == ([7, 7] if fails else [0, 0])
 
 
-def test_not_joined_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert not launch.joined()
+def test_without_a_launcher_there_is_no_party(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.party() is None
