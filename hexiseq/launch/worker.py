@@ -131,8 +131,8 @@ def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths
 def hold_signals() -> None:
     """Let requests to stop wait until a rank listens; to be called first by what starts ranks.
 
-    Slurm sends them to every process of a step. What is blocked here is blocked in the processes this one starts, and
-    reaches them once they listen.
+    Slurm sends them to every process of a step. They are blocked in the processes this one starts, too, until those
+    listen; what comes before there are any is passed on (`passed_on`).
     """
     # Threads that are there already do not block it.
     signal.signal(STOP_SIGNAL, _note)

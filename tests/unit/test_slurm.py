@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ def test_every_task_knows_its_place(
     name: str, nodes: tuple[str, ...], tasks: tuple[int, ...], partitions: tuple[str, ...]
 ) -> None:
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    first = launch.party(ENVIRONMENTS[f"{name}.0"])
+    assert first is not None
     for number, (node, local) in enumerate(places):
         environment = ENVIRONMENTS[f"{name}.{number}"]
         task = slurm.task(environment)
@@ -47,7 +48,7 @@ def test_every_task_knows_its_place(
         assert own is not None
         # The first rank's node, whatever name sorts first; agents where there is one task a node.
         assert (own.address, own.agents) == (nodes[0], max(tasks) == 1)
-        assert own.port == slurm.task(ENVIRONMENTS[f"{name}.0"]).port  # type: ignore[union-attr]
+        assert own.port == first.port
 
 
 @pytest.mark.parametrize("name", ["two.batch", "three.batch", "unequal.batch", "salloc"])
@@ -148,7 +149,6 @@ def test_requeueing_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.Monke
     assert "job 12 was not put back into the queue (Requested operation is presently disabled)" in (
         capsys.readouterr().out
     )
-    assert subprocess.run(["scontrol"], capture_output=True).returncode == 1
 
 
 def test_who_starts_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
