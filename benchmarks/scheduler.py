@@ -30,8 +30,7 @@ import yaml
 from typing_extensions import override
 
 from hexiseq.cluster import Cluster, Node, Seat, device_from_config
-from hexiseq.cost import exposed_seconds, optimizer_seconds
-from hexiseq.cost.traffic import replica_kinds
+from hexiseq.cost import exposed_seconds, optimizer_seconds, replica_kinds
 from hexiseq.plan import Plan, align
 from hexiseq.schedule import solve
 from hexiseq.schedule.estimate import Alike, Job
@@ -119,7 +118,7 @@ def fractional_seconds(plan: Plan, cluster: Cluster, workload: Workload) -> floa
     seconds = 0.0
     for kind in replica_kinds(plan, job.wires.signature):
         ranks = np.sort(kind.ranks, axis=1)
-        search = Fractional(job, Alike(ranks, kind.replica.sequences), options)
+        search = Fractional(job, Alike(ranks, kind.layout.sequences), options)
         seconds = max(seconds, search.rank_groupings()[0][0])
     alone = exposed_seconds(workload, job.wires) + optimizer_seconds(workload, job.wires)
     return workload.accumulation * seconds + alone

@@ -6,6 +6,7 @@ estimates. Arrays are indexed by rank.
 """
 
 from hexiseq.cost.bound import bound, compute_bound, devices_bound, lower_bound, with_prediction
+from hexiseq.cost.layout import Counts, Kind, Layout, alike_replicas, make_layout, replica_kinds
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import (
     MEMORY_FRACTION,
@@ -35,18 +36,24 @@ from hexiseq.cost.step import (
     replica_cost,
     token_seconds,
 )
-from hexiseq.cost.traffic import Kind, Wires, accumulator_bytes, exposed_traffic, parameter_traffic
+from hexiseq.cost.traffic import Devices, Flow, Inside, Wires, accumulator_bytes, exposed_traffic, parameter_traffic
 
 __all__ = [
     "BACKWARD_ATTENTION",
     "BACKWARD_LINEAR",
     "MEMORY_FRACTION",
+    "Counts",
+    "Devices",
+    "Flow",
+    "Inside",
     "Kind",
+    "Layout",
     "OutOfMemory",
     "ReplicaCost",
     "Wires",
     "accumulator_bytes",
     "alike_memory_gb",
+    "alike_replicas",
     "assess",
     "attention_bytes",
     "bound",
@@ -62,6 +69,7 @@ __all__ = [
     "least_token_bytes",
     "longest_length",
     "lower_bound",
+    "make_layout",
     "match_places",
     "memory_gb",
     "most_tokens",
@@ -70,6 +78,7 @@ __all__ = [
     "passes",
     "predict",
     "replica_cost",
+    "replica_kinds",
     "token_bytes",
     "token_capacity",
     "token_seconds",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cost.layout import Kind, Layout, common_heads, replica_kinds
 from hexiseq.cost.matching import match_places
-from hexiseq.cost.traffic import GB, Kind, accumulator_bytes, group_tokens, held_heads, hops, replica_kinds
-from hexiseq.plan import Plan, Replica, fragments, fusion_width, interval_array
+from hexiseq.cost.traffic import GB, Devices, accumulator_bytes, group_tokens
+from hexiseq.plan import Plan
 from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
 
 MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
@@ -88,27 +89,21 @@ def fixed_bytes(workload: Workload, ranks: int) -> float:
 
 def memory_gb(plan: Plan, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
     """Predicted peak memory of each rank, and its limit, in GB."""
-    return kinds_memory_gb(replica_kinds(plan, _anywhere), workload, places)
+    return kinds_memory_gb(replica_kinds(plan, _anywhere), workload, Devices.of(places))
 
 
-def kinds_memory_gb(
-    kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same of a job of these replicas."""
-    fixed, share = _memory_parts(kinds, workload, places)
-    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
-    return fixed + share, limit
+def kinds_memory_gb(kinds: Sequence[Kind], workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a job of these replicas, on the devices of all its ranks."""
+    fixed, share = _memory_parts(kinds, workload, devices)
+    return fixed + share, MEMORY_FRACTION * devices.each("memory_gb")
 
 
-def alike_memory_gb(
-    kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]
-) -> tuple[np.ndarray, np.ndarray]:
+def alike_memory_gb(kinds: Sequence[Kind], workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
     """The same of one replica of each kind, ranks of one after those of the other."""
-    fixed = fixed_bytes(workload, len(places)) / GB
-    devices = [places[rank].device for kind in kinds for rank in kind.ranks[0].tolist()]
-    used = fixed + np.array([device.overhead_gb for device in devices])
-    used += np.concatenate([_share_gb(kind, workload) for kind in kinds])
-    return used, MEMORY_FRACTION * np.array([device.memory_gb for device in devices])
+    own = devices.subset(np.concatenate([kind.ranks[0] for kind in kinds]))
+    used = fixed_bytes(workload, len(devices.index)) / GB + own.each("overhead_gb")
+    used += np.concatenate([_share_gb(kind.layout, workload) for kind in kinds])
+    return used, MEMORY_FRACTION * own.each("memory_gb")
 
 
 def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -118,9 +113,8 @@ def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndar
     """
     forward, backward = np.zeros(plan.world_size), np.zeros(plan.world_size)
     for kind in replica_kinds(plan, _anywhere):
-        at, tokens = _attention(plan, kind.replica, workload), kind.replica.array[:, 1]
-        one = _attention_bytes(at, tokens, workload)
-        forward[kind.ranks], backward[kind.ranks] = (kind.replica.sequences * size for size in one)
+        one = _attention_bytes(_attention(kind.layout, workload), kind.layout.tokens, workload)
+        forward[kind.ranks], backward[kind.ranks] = (kind.layout.sequences * size for size in one)
     return forward, backward
 
 
@@ -151,26 +145,20 @@ class _Attention:
     backward: tuple[np.ndarray, ...]
 
 
-def _attention(plan: Plan, replica: Replica, workload: Workload) -> _Attention:
+def _attention(layout: Layout, workload: Workload) -> _Attention:
     model, size, wide = workload.model, workload.element_bytes, accumulator_bytes(workload)
-    home = replica.array[:, 0]
-    rows = np.array([group.num_tokens for group in replica.groups], float)[home]
-    alone = np.array([len(group.shards) == 1 for group in replica.groups])[home]
-    h = (replica.array[:, 3] - replica.array[:, 2]).astype(float)
-    first, last = held_heads(plan, replica)
-    kv = 2.0 * (last - first)
+    home, h, kv = layout.home, layout.heads, 2 * layout.kv
+    rows = layout.group_tokens[home]
+    alone = (np.bincount(home) == 1)[home]
     # A kernel call is for one fragment; what the one before returned is still there.
-    ranges = map(tuple, replica.array[:, 2:].tolist())
-    cuts = [fragments(heads, plan.gqa_ratio) or (((0, 0), (0, 0)),) for heads in ranges]
-    most_h, most_kv = (np.array([max(cut[i][1] - cut[i][0] for cut in rank) for rank in cuts], float) for i in (0, 1))
-    last_h, last_kv = (np.array([rank[-1][i][1] - rank[-1][i][0] for rank in cuts], float) for i in (0, 1))
+    _, most_h, most_kv, last_h, last_kv = layout.pieces
     most_kv, last_kv = 2 * most_kv, 2 * last_kv
 
     # A group of one in the accumulator's dtype adds to what its own call returns, which becomes the result.
     rounds = wide > size
     adopts = alone & (not rounds)
-    make = _ring_moments if plan.exchange == "ring" else _gather_moments
-    at = make(plan, replica, workload, kv, np.where(adopts, 0.0, rows))
+    make = _ring_moments if layout.exchange == "ring" else _gather_moments
+    at = make(layout, workload, kv, np.where(adopts, 0.0, rows))
     parts = at.before * last_h + at.now * most_h
     grads = parts + at.keys_before * last_kv + at.keys_now * most_kv
 
@@ -249,14 +237,13 @@ class _Moments:
         return _Moments(*stacked)
 
 
-def _group_rows(plan: Plan, replica: Replica) -> tuple[np.ndarray, np.ndarray]:
+def _group_rows(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """All tokens of each group, and those of its back interval."""
-    runs = interval_array(plan.seq_len, plan.slot, [group.slots for group in replica.groups]).astype(float)
-    lengths = runs[:, :, 1] - runs[:, :, 0]
+    lengths = (layout.runs[:, :, 1] - layout.runs[:, :, 0]).astype(float)
     return lengths.sum(1), lengths[:, 1]
 
 
-def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+def _ring_moments(layout: Layout, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
     """On the ring: at the own call, and before, in and after the calls at which most slots are held.
 
     Without documents and windows, which shorten messages.
@@ -265,31 +252,33 @@ def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarr
         kv: twice the KV heads of each rank.
         adopted: rows of the own call's result that count, 0 where it is the sum of all.
     """
-    home, heads = hops(plan, replica)
-    heads *= 2
-    slots = np.array([group.slots for group in replica.groups])
+    home, slots = layout.home, layout.slots
     total, groups = int(slots.sum()), len(slots)
-    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    rows, back = (per_group[home] for per_group in _group_rows(layout))
     if groups == 1:
         return _Moments.of((0, 0, 0, 0, adopted, adopted), (0, 0, adopted, adopted, 0, 0))
     n, off = slots[home], (np.cumsum(slots) - slots)[home]
     after, before = (home + 1) % groups, (home - 1) % groups
-    width = np.array([fusion_width(plan.fusion, int(count)) for count in slots])[home]
+    width = layout.width[home]
     outer = total - off  # the first tick of outer slots, of which only front halves are needed
-    half = plan.slot / 2
+    half = layout.slot / 2
 
     # Heads from the group after, and to the one before; those that make part of a buffer need one of their own.
-    to_before = home[None, :] == before[:, None]
-    sent, returned = heads * to_before, heads.T * to_before
-    pieces = np.where((sent > 0).sum(0) > 1, kv, 0.0)
-    copied, copied_back = (np.where(m < kv[:, None], m, 0.0).sum(1) for m in (sent, returned))
-    from_after, from_first = returned.sum(0), (heads.T * (home == 0)[:, None]).sum(0)
+    claimed, below = layout.claimed, layout.held.below
+    sent, from_after, from_first = (
+        2 * (below[group, claimed.last] - below[group, claimed.first]) for group in (before, after, np.zeros_like(home))
+    )
+    pair, mate, given, taken = layout.hops
+    pieces = np.where(np.bincount(mate, given > 0, len(home)) > 1, kv, 0.0)
+    copied, copied_back = (
+        np.bincount(pair, np.where(2 * heads < kv[pair], 2 * heads, 0.0), len(home)) for heads in (given, taken)
+    )
 
     def held(start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Rows of the slots of foreign ticks ``[start, end)``."""
         start, end = np.minimum(np.maximum(start, n), total), np.minimum(np.maximum(end, n), total)
         inner = np.maximum(np.minimum(end, outer) - start, 0)
-        return plan.slot * inner + half * np.maximum(end - np.maximum(start, outer), 0)
+        return layout.slot * inner + half * np.maximum(end - np.maximum(start, outer), 0)
 
     def first(tick: np.ndarray) -> np.ndarray:
         """The first tick of a tick's block; a block is the slots of one call."""
@@ -316,7 +305,7 @@ def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarr
     previous = np.where(t > n, first(t - 1), t)
     earlier = np.where(previous > n, first(previous - 1), previous)
     relayed = np.minimum(end, total - slots[before])
-    own_slot = np.where(home > 0, plan.slot, half) * sent.sum(1)
+    own_slot = np.where(home > 0, layout.slot, half) * sent
     arriving = held(end, end + n) * pieces
     # Sends are let go of two ticks later, when the next block's are posted: until then the block before counts, too.
     kv_between = held(earlier, ahead) * kv + arriving + held(previous - 1, relayed) * copied
@@ -345,15 +334,17 @@ def _ring_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarr
     )
 
 
-def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
+def _gather_moments(layout: Layout, workload: Workload, kv: np.ndarray, adopted: np.ndarray) -> _Moments:
     """The same with the all-gather: at the own call, before and in that for the inner and that for the outer groups."""
     model = workload.model
     window = None if model.full_layers else model.window  # the layer that needs most
-    home, heads = hops(plan, replica)
-    fetched, delivered, _ = group_tokens(plan, replica, window)
-    rows, back = (per_group[home] for per_group in _group_rows(plan, replica))
+    home = layout.home
+    everyone = np.arange(len(home))
+    heads = common_heads(layout.claimed, everyone[:, None], layout.held, everyone)  # from rank to rank
+    fetched, delivered, _ = group_tokens(layout, window)
+    rows, back = (per_group[home] for per_group in _group_rows(layout))
     index = np.arange(len(fetched))
-    place = np.argsort(np.argsort([min(shard.rank for shard in group.shards) for group in replica.groups]))
+    place = np.argsort(np.argsort(np.minimum.reduceat(layout.ranks, layout.begins[:-1])))
     places = place[:, None] - (place[:, None] > place)  # of a source among those of a receiver, as they arrive
     by_rank = 2 * heads * fetched[np.ix_(home, home)]
 
@@ -388,29 +379,26 @@ def _gather_moments(plan: Plan, replica: Replica, workload: Workload, kv: np.nda
     )
 
 
-def _memory_parts(kinds: Sequence[Kind], workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+def _memory_parts(kinds: Sequence[Kind], workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
     """GB of each rank: whatever its share, and because of its share (proportional to the sequence's length)."""
-    fixed = np.array([place.device.overhead_gb for place in places]) + fixed_bytes(workload, len(places)) / GB
-    share = np.zeros(len(places))
+    share = np.zeros(len(devices.index))
     for kind in kinds:
-        share[kind.ranks] = _share_gb(kind, workload)
-    return fixed, share
+        share[kind.ranks] = _share_gb(kind.layout, workload)
+    return devices.each("overhead_gb") + fixed_bytes(workload, len(share)) / GB, share
 
 
-def _share_gb(kind: Kind, workload: Workload) -> np.ndarray:
+def _share_gb(layout: Layout, workload: Workload) -> np.ndarray:
     """GB that the ranks of one replica need because of their share."""
-    at = _attention(kind.plan, kind.replica, workload)
-    return _held_gb(kind.replica, at, kind.replica.array[:, 1], workload)
+    return _held_gb(layout, _attention(layout, workload), layout.tokens, workload)
 
 
-def _held_gb(replica: Replica, at: _Attention, tokens: np.ndarray, workload: Workload) -> np.ndarray:
+def _held_gb(layout: Layout, at: _Attention, tokens: np.ndarray, workload: Workload) -> np.ndarray:
     """The same of ranks with so many tokens of their groups, a vector or rows of vectors."""
     model, size = workload.model, workload.element_bytes
     kept, working = token_bytes(workload)
-    batch = replica.sequences
+    batch = layout.sequences
     attention = batch * np.maximum(*_attention_bytes(at, tokens, workload))
-    home, own, first, last = replica.array.T
-    rows = np.bincount(home, own)[home] * (last - first)
+    rows = layout.group_tokens[layout.home] * layout.heads
     lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
     mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
     layer = batch * tokens * working + np.maximum(attention, mlp)
@@ -419,32 +407,31 @@ def _held_gb(replica: Replica, at: _Attention, tokens: np.ndarray, workload: Wor
     return (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
 
 
-def most_tokens(kind: Kind, workload: Workload, places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray]:
+def most_tokens(kind: Kind, workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
     """What ranks of a replica can hold, with the heads, groups and slots there are.
 
     Returns:
         The most tokens of its group that each rank can hold, -1 where there is no room for its heads; and the part of
         the memory for its share that a rank takes without a token, infinite where there is no such memory.
     """
-    at = _attention(kind.plan, kind.replica, workload)
-    devices = [places[rank].device for rank in kind.ranks[0].tolist()]
-    free = MEMORY_FRACTION * np.array([device.memory_gb for device in devices])
-    free -= np.array([device.overhead_gb for device in devices]) + fixed_bytes(workload, len(places)) / GB
+    layout, at, own = kind.layout, _attention(kind.layout, workload), devices.subset(kind.ranks[0])
+    free = MEMORY_FRACTION * own.each("memory_gb")
+    free -= own.each("overhead_gb") + fixed_bytes(workload, len(devices.index)) / GB
     free *= 1 - 1e-12  # sums in another order must fit, too
     # Memory grows with tokens: between the most that is known to fit and the least that does not, ever finer.
-    most, step = np.full(len(devices), -1), workload.seq_len + 1
+    most, step = np.full(len(free), -1), workload.seq_len + 1
     while step > 1:
         step = -(-step // SEARCHED)
         tokens = most + step * np.arange(1, SEARCHED + 1)[:, None]
-        most = most + step * (_held_gb(kind.replica, at, tokens, workload) <= free).sum(0)
-    none = _held_gb(kind.replica, at, np.zeros(len(devices)), workload)
+        most = most + step * (_held_gb(layout, at, tokens, workload) <= free).sum(0)
+    none = _held_gb(layout, at, np.zeros(len(free)), workload)
     return np.minimum(most, workload.seq_len), np.where(free > 0, none / np.where(free > 0, free, 1.0), np.inf)
 
 
 def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
     """Raise `OutOfMemory` for the rank that lacks most, saying what would fit; return when every rank fits."""
     places = match_places(plan, cluster) if places is None else places
-    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, places)
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, Devices.of(places))
     limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
     lacking = fixed + share - limit
     rank = int(lacking.argmax())
@@ -465,7 +452,7 @@ def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
 
 def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> int:
     """A length at which the plan's split fits for certain, 0 when there is none; near the largest."""
-    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, places)
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, Devices.of(places))
     free = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places]) - fixed
     share = np.maximum(share / plan.seq_len, 1e-15)
     # All but the loss chunk scales with the length; setting a whole one aside, or a row a token, never promises too

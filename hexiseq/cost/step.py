@@ -9,20 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cost.layout import Kind, Layout, layout_of, replica_kinds
 from hexiseq.cost.matching import check_workload, match_places
 from hexiseq.cost.memory import kinds_memory_gb, state_bytes
 from hexiseq.cost.traffic import (
     GB,
-    Kind,
+    Devices,
+    Flow,
     Wires,
-    exchange_bytes,
+    exchange_flows,
     exposed_traffic,
-    held_heads,
-    kv_bytes,
+    kv_flows,
     parameter_traffic,
-    replica_kinds,
 )
-from hexiseq.plan import Plan, Prediction, Replica, fragments, fusion_width, interval_array
+from hexiseq.plan import Plan, Prediction, Replica
 from hexiseq.workload import Workload, attended_pairs, attention_flops, elementwise_bytes, head_flops, linear_flops
 
 BACKWARD_ATTENTION = 2.5  # backward FLOPs of attention over forward: five matrix products against two
@@ -31,9 +31,9 @@ BACKWARD_LINEAR = 2  # gradients to the input and to the weight
 
 @dataclass(frozen=True)
 class ReplicaCost:
-    """One replica, one layer, one micro-step. Seconds and bytes; arrays follow ``ranks``.
+    """One replica, one layer, one micro-step. Seconds and bytes; arrays and flows follow ``ranks``.
 
-    Byte matrices are ``[sender, receiver]``. ``forward``: attention's forward pass; ``backward``: its own backward pass
+    ``forward``: attention's forward pass; ``backward``: its own backward pass
     only, without what recomputation repeats.
 
     Attributes:
@@ -56,13 +56,13 @@ class ReplicaCost:
     merge_backward: np.ndarray
     own_forward: np.ndarray
     own_backward: np.ndarray
-    heads_in: np.ndarray
-    heads_out: np.ndarray
-    grads_in: np.ndarray
-    grads_out: np.ndarray
-    kv: np.ndarray
-    dkv: np.ndarray
-    late_dkv: np.ndarray
+    heads_in: Flow
+    heads_out: Flow
+    grads_in: Flow
+    grads_out: Flow
+    kv: Flow
+    dkv: Flow
+    late_dkv: Flow
     loss: np.ndarray
 
 
@@ -80,7 +80,7 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
     check_workload(plan, workload)
     wires = Wires(cluster, match_places(plan, cluster) if places is None else places)
     kinds = replica_kinds(plan, wires.signature)
-    memory, limit = kinds_memory_gb(kinds, workload, wires.places)
+    memory, limit = kinds_memory_gb(kinds, workload, wires.devices)
     return dataclasses.replace(
         assess(kinds, wires, workload), memory_gb=tuple(memory.tolist()), memory_limit_gb=tuple(limit.tolist())
     )
@@ -88,39 +88,39 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
 
 def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Prediction:
     """The prediction of a job of these replicas, on the wires of all its ranks, without memory."""
-    load = wires.load()
+    load = np.zeros(len(wires.rate))
     repeats = workload.accumulation
     path = compute = all_to_all = across = 0.0
     for kind in kinds:
-        first = kind.ranks[0]
-        near, places = wires.subset(first), [wires.places[rank] for rank in first.tolist()]
-        moved = np.zeros((len(first),) * 2)
+        near = wires.subset(kind.ranks[0])
+        moved = np.zeros(len(near.rate))
         seconds = kernel_seconds = exchange_seconds = moving_seconds = 0.0
         for model in workload.model.kinds:
-            cost = _replica_cost(kind.plan, kind.replica, dataclasses.replace(workload, model=model), places)
-            layer = layer_seconds(kind.plan.exchange, cost, near, workload.recompute)
+            cost = _replica_cost(kind.layout, dataclasses.replace(workload, model=model), near.devices)
+            layer = layer_seconds(kind.layout.exchange, cost, near, workload.recompute)
             seconds += model.layers * layer.path
             kernel_seconds += model.layers * layer.kernels
             exchange_seconds += model.layers * layer.all_to_all
             moving_seconds += model.layers * layer.across
-            moved += (repeats * model.layers) * layer_bytes(cost, workload.recompute)
-        wires.add(load, kind.ranks, moved)
+            moved += (repeats * model.layers) * layer.load
+        load += wires.spread(moved, kind.ranks)
         loss = float(cost.loss.max())
         if repeats * (seconds + loss) > path:
             path = repeats * (seconds + loss)
             compute = repeats * (kernel_seconds + loss)
             all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
 
-    parameter_bytes = parameter_traffic(workload, len(wires.places))
+    parameter_bytes = parameter_traffic(workload, len(wires))
     optimizer = optimizer_seconds(workload, wires)
-    step = max(path + exposed_seconds(workload, wires) + optimizer, wires.busiest(load, parameter_bytes))
+    busiest = wires.seconds(load, parameter_bytes * wires.circle)
+    step = max(path + exposed_seconds(workload, wires) + optimizer, busiest)
     return Prediction(
         step_seconds=float(step),
         tokens_per_second=workload.tokens_per_step / float(step),
         compute_seconds=float(compute + optimizer),
         all_to_all_seconds=float(all_to_all),
         ring_seconds=float(across),
-        parameter_seconds=float(wires.busiest(wires.load(), parameter_bytes)),
+        parameter_seconds=wires.around(parameter_bytes),
         memory_gb=(),
         memory_limit_gb=(),
     )
@@ -134,12 +134,14 @@ class LayerSeconds:
         path: from one end to the other.
         kernels: matrix products and attention, of the slowest rank each, without waiting.
         all_to_all, across: exchanges inside groups and across groups, overlapped or not.
+        load: bytes on every wire.
     """
 
     path: float
     kernels: float
     all_to_all: float
     across: float
+    load: np.ndarray
 
 
 def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> LayerSeconds:
@@ -151,19 +153,40 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
         "forward": float((cost.attention_forward + cost.merge_forward).max()),
         "backward": float((cost.attention_backward + cost.merge_backward).max()),
     }
+    heads_in, heads_out, grads_in, grads_out, kv, dkv, late_dkv = map(
+        wires.load,
+        (cost.heads_in, cost.heads_out, cost.grads_in, cost.grads_out, cost.kv, cost.dkv, cost.late_dkv),
+    )
     all_to_all = {
-        "forward": wires.seconds(cost.heads_in) + wires.seconds(cost.heads_out),
-        "backward": wires.seconds(cost.grads_in) + wires.seconds(cost.grads_out),
+        "forward": wires.seconds(heads_in) + wires.seconds(heads_out),
+        "backward": wires.seconds(grads_in) + wires.seconds(grads_out),
     }
-    overlapped, moving = _across_groups(exchange, cost, wires)
+    late = wires.seconds(late_dkv)  # nothing hides what leaves after the last call
+    if exchange == "ring":
+        moving = {"forward": wires.seconds(kv), "backward": wires.seconds(kv, dkv)}
+        overlapped = {p: max(kernels[p] + (late if p == "backward" else 0.0), moving[p]) for p in counts}
+    else:
+        gather = wires.seconds(kv)
+        moving = {"forward": gather, "backward": gather + late}
+        overlapped = {
+            "forward": _behind_own_call(gather, cost.own_forward, cost.attention_forward + cost.merge_forward),
+            "backward": late
+            + _behind_own_call(gather, cost.own_backward, cost.attention_backward + cost.merge_backward),
+        }
 
     def total(seconds: dict[str, float]) -> float:
         return sum(counts[p] * seconds[p] for p in counts)
 
     exchanged = total(all_to_all)
+    load = forwards * (heads_in + heads_out + kv) + grads_in + grads_out + kv + dkv
     return LayerSeconds(
-        linear + exchanged + total(overlapped), linear + total(kernels), exchanged, total(moving)
+        linear + exchanged + total(overlapped), linear + total(kernels), exchanged, total(moving), load
     )  # fmt: skip
+
+
+def _behind_own_call(gather: float, own: np.ndarray, kernels: np.ndarray) -> float:
+    """Seconds of the kernels where the own call alone is there to hide the gather."""
+    return float((np.maximum(own, gather) + kernels - own).max())
 
 
 def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> np.ndarray:
@@ -174,10 +197,11 @@ def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
     """
     places = match_places(plan, cluster) if places is None else places
     forwards, linears = passes(workload.recompute)
-    busy = np.zeros(plan.world_size)
-    for kind in replica_kinds(plan, Wires(cluster, places).signature):
+    wires, busy = Wires(cluster, places), np.zeros(plan.world_size)
+    for kind in replica_kinds(plan, wires.signature):
         for model in workload.model.kinds:
-            cost = replica_cost(plan, kind.replica, dataclasses.replace(workload, model=model), places)
+            near = wires.devices.subset(kind.ranks[0])
+            cost = _replica_cost(kind.layout, dataclasses.replace(workload, model=model), near)
             layer = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
             busy[kind.ranks] += model.layers * (layer + cost.attention_backward + cost.merge_backward)
         busy[kind.ranks] += cost.loss
@@ -185,25 +209,10 @@ def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
 
 
 def layer_bytes(cost: ReplicaCost, recompute: str) -> np.ndarray:
-    """Bytes from rank to rank in one layer of a micro-step, all passes together."""
-    forward = cost.heads_in + cost.heads_out + cost.kv
-    return passes(recompute)[0] * forward + cost.grads_in + cost.grads_out + cost.kv + cost.dkv
-
-
-def _across_groups(exchange: str, cost: ReplicaCost, wires: Wires) -> tuple[dict[str, float], dict[str, float]]:
-    """Per pass: seconds of the attention kernels together with the exchange across groups; of the exchange alone."""
-    forward, backward = cost.attention_forward + cost.merge_forward, cost.attention_backward + cost.merge_backward
-    kv, back = wires.seconds(cost.kv), wires.seconds(cost.late_dkv)  # nothing hides what leaves after the last call
-    if exchange == "ring":
-        moving = {"forward": kv, "backward": wires.seconds(cost.kv + cost.dkv)}
-        exposed = {"forward": float(forward.max()), "backward": float(backward.max()) + back}
-        return {p: max(exposed[p], moving[p]) for p in moving}, moving
-    # The own call alone is there to hide the gather.
-    overlapped = {
-        "forward": float((np.maximum(cost.own_forward, kv) + forward - cost.own_forward).max()),
-        "backward": float((np.maximum(cost.own_backward, kv) + backward - cost.own_backward).max()) + back,
-    }
-    return overlapped, {"forward": kv, "backward": kv + back}
+    """Bytes from rank to rank in one layer of a micro-step, all passes together: ``[sender, receiver]``."""
+    forward = cost.heads_in.matrix() + cost.heads_out.matrix() + cost.kv.matrix()
+    backward = cost.grads_in.matrix() + cost.grads_out.matrix() + cost.kv.matrix() + cost.dkv.matrix()
+    return passes(recompute)[0] * forward + backward
 
 
 def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
@@ -212,31 +221,24 @@ def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Seque
     Args:
         places: by rank of the plan.
     """
-    return _replica_cost(plan, replica, workload, [places[rank] for rank in replica.ranks])
+    return _replica_cost(layout_of(plan, replica), workload, Devices.of([places[rank] for rank in replica.ranks]))
 
 
-def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
-    """The same with the places of the replica's own ranks, in their order."""
+def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> ReplicaCost:
+    """The same of a layout on the replica's own devices."""
     assert len(workload.model.kinds) == 1, "a layer of which kind?"
-    model, batch, size = workload.model, replica.sequences, workload.element_bytes
-    devices = [place.device for place in places]
+    model, batch, size = workload.model, layout.sequences, workload.element_bytes
     gemm, forward_rate, backward_rate = (
-        np.array([getattr(device, name) for device in devices]) * 1e12
-        for name in ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
+        devices.each(name) * 1e12 for name in ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
     )
-    hbm = np.array([device.hbm_gb_per_s for device in devices]) * GB
-    launch = np.array([device.launch_us for device in devices]) * 1e-6
+    hbm, launch = devices.each("hbm_gb_per_s") * GB, devices.each("launch_us") * 1e-6
     # A rank without tokens still feeds the model one dummy token.
-    fed = np.maximum(replica.array[:, 1], 1.0)
-    heads = (replica.array[:, 3] - replica.array[:, 2]).astype(float)
-    first, last = held_heads(plan, replica)
-    kv = (last - first).astype(float)
-    ranges = map(tuple, replica.array[:, 2:].tolist())
-    cuts = np.array([len(fragments(heads, plan.gqa_ratio)) for heads in ranges], float)
+    fed = np.maximum(layout.tokens, 1.0)
+    heads, kv, cuts = layout.heads, layout.kv, layout.pieces[0]
 
-    rows, calls, foreign, own, pairs, own_pairs, *tiles = _kernel_calls(plan, replica, model.window)
+    rows, calls, foreign, own, pairs, own_pairs, *tiles = _kernel_calls(layout, model.window)
     dim = model.head_dim
-    if any(device.curved for device in {id(device): device for device in devices}.values()):
+    if any(device.curved for device in devices.distinct):
         # Pairs that take as long in large tiles.
         own_slower, slower = _slowdowns(devices, own_pairs, tiles)
         pairs = (pairs - own_pairs) * slower + own_pairs * own_slower
@@ -250,10 +252,8 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
     merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
     own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
 
-    matrices = exchange_bytes(plan, replica, heads, kv, workload)
-    kv_moved, dkv_moved, late_dkv = kv_bytes(plan, replica, workload)
     return ReplicaCost(
-        ranks=np.array(replica.ranks),
+        ranks=layout.ranks,
         linear=batch * fed * (linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm),
         attention_forward=flops / forward_rate,
         attention_backward=BACKWARD_ATTENTION * flops / backward_rate,
@@ -262,10 +262,8 @@ def _replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequ
         own_forward=own_flops / forward_rate + own_merged / hbm + cuts * launch,
         own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
-        kv=kv_moved,
-        dkv=dkv_moved,
-        late_dkv=late_dkv,
-        **matrices,
+        **exchange_flows(layout, workload),
+        **kv_flows(layout, workload),
     )
 
 
@@ -277,7 +275,7 @@ def passes(recompute: str) -> tuple[int, int]:
     return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
 
 
-def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.ndarray, ...]:
+def _kernel_calls(layout: Layout, window: int | None) -> tuple[np.ndarray, ...]:
     """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
 
     And of the other calls by size, the wide ones and the last of either side: all their pairs, and those of one.
@@ -286,15 +284,11 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the first pairs
     alone: it leaves out rows and calls, too, but cuts some into several.
     """
-    slots = np.array([group.slots for group in replica.groups])
-    runs = interval_array(plan.seq_len, plan.slot, slots)
+    slots, runs = layout.slots, layout.runs
     lengths = runs[:, :, 1] - runs[:, :, 0]
     front, back = lengths[:, 0], lengths[:, 1]
     own = front + back
-    if plan.exchange == "ring":
-        width = np.array([fusion_width(plan.fusion, group.slots) for group in replica.groups])
-    else:
-        width = np.full(len(slots), replica.slots)
+    width = layout.width if layout.exchange == "ring" else np.full(len(slots), slots.sum())
 
     def outer(values: np.ndarray) -> np.ndarray:
         return np.cumsum(values) - values
@@ -308,27 +302,22 @@ def _kernel_calls(plan: Plan, replica: Replica, window: int | None) -> tuple[np.
     up_to = attended_pairs(runs, window)
     pairs = (up_to[:, :, 1] - up_to[:, :, 0]).sum(1)
     columns = [rows, 1 + outer_calls + inner_calls, foreign, own, pairs, _own_pairs(runs, window)]
-    for queries, keys, count in ((back, plan.slot, inner(slots)), (own, plan.slot // 2, outer(slots))):
+    for queries, keys, count in ((back, layout.slot, inner(slots)), (own, layout.slot // 2, outer(slots))):
         for number, wide in ((count // width, width), (np.minimum(count % width, 1), count % width)):
             columns += [number * queries * keys * wide, queries * keys * wide]
-    return tuple(column.astype(float)[replica.array[:, 0]] for column in columns)
+    return tuple(column.astype(float)[layout.home] for column in columns)
 
 
-def _slowdowns(
-    devices: Sequence[Device], own_pairs: np.ndarray, tiles: Sequence[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _slowdowns(devices: Devices, own_pairs: np.ndarray, tiles: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """How much slower than in large tiles each rank's own call is, and its others, weighted by their pairs.
 
     Args:
         tiles: in turn pairs of the calls of a size, and of one of them.
     """
-    alike: dict[int, list[int]] = {}
-    for rank, device in enumerate(devices):
-        alike.setdefault(id(device), []).append(rank)
-    own_slower, slower = np.ones(len(devices)), np.ones(len(devices))
+    own_slower, slower = np.ones((2, len(devices.index)))
     pairs, one = np.stack(tiles[::2]), np.stack(tiles[1::2])
-    for ranks in alike.values():
-        device = devices[ranks[0]]
+    for kind, device in enumerate(devices.distinct):
+        ranks = np.flatnonzero(devices.index == kind)
         # A square of so many pairs, half of which it leaves out.
         own_slower[ranks] = 1 / device.attention_fraction(np.sqrt(2 * own_pairs[ranks]), causal=True)
         longer = (pairs[:, ranks] / device.attention_fraction(np.sqrt(one[:, ranks]))).sum(0)
@@ -361,9 +350,9 @@ def token_seconds(device: Device, workload: Workload) -> float:
 
 def exposed_seconds(workload: Workload, wires: Wires) -> float:
     """Seconds of a step in which parameters or their gradients move and no rank has anything to compute."""
-    return wires.busiest(wires.load(), exposed_traffic(workload, len(wires.places)))
+    return wires.around(exposed_traffic(workload, len(wires)))
 
 
 def optimizer_seconds(workload: Workload, wires: Wires) -> float:
     """The optimizer reads and writes its states once; it is bound by memory."""
-    return 2 * state_bytes(workload) / len(wires.places) / wires.slowest_hbm
+    return 2 * state_bytes(workload) / len(wires) / wires.slowest_hbm

@@ -10,8 +10,7 @@ import numpy as np
 
 from hexiseq import cost
 from hexiseq.cluster import Cluster
-from hexiseq.cost import Kind, Wires, match_places, optimizer_seconds
-from hexiseq.cost.traffic import replica_kinds
+from hexiseq.cost import Wires, alike_replicas, match_places, optimizer_seconds
 from hexiseq.plan import Interval, Plan, Replica, Shard
 from hexiseq.workload import Workload
 
@@ -56,7 +55,7 @@ class _Member:
     group_kind: Hashable
 
 
-def kinds_of(plan: Plan) -> list[Kind]:
+def kinds_of(plan: Plan) -> list[list[Replica]]:
     """Replicas by kind: laid out alike, on devices of the same types that share nodes of the same classes alike."""
 
     def signature(ranks: Sequence[int]) -> Hashable:
@@ -67,7 +66,7 @@ def kinds_of(plan: Plan) -> list[Kind]:
             found.append((device.type, node_class(device.node), nodes.setdefault(device.node, len(nodes))))
         return tuple(found)
 
-    return replica_kinds(plan, signature)
+    return alike_replicas(plan, signature)
 
 
 def node_class(node: str) -> str:
@@ -75,7 +74,7 @@ def node_class(node: str) -> str:
     return re.sub(r"-\d+$", "", node)
 
 
-def rows(plan: Plan, kinds: Sequence[Kind], *, each: int, most: int) -> list[Row]:
+def rows(plan: Plan, kinds: Sequence[Sequence[Replica]], *, each: int, most: int) -> list[Row]:
     """Rows in the order of nodes: a rank each for up to `each` ranks, else at most `most` rows where that can be.
 
     Ranks alike share a row: those of a group on a node; if that is not enough those of groups alike; then all of a
@@ -90,12 +89,12 @@ def rows(plan: Plan, kinds: Sequence[Kind], *, each: int, most: int) -> list[Row
         order = list(dict.fromkeys(device.node for device in plan.devices))
         return sorted(found, key=lambda row: (order.index(row.node), row.replica))
     first = {replica.ranks[0]: index for index, replica in enumerate(plan.replicas)}
-    members = [_members(plan, kind.replica) for kind in kinds]
+    members = [_members(plan, alike[0]) for alike in kinds]
     for key in (_by_group, _by_group_kind, _by_type):
         found = []
-        for index, kind in enumerate(kinds):
-            drawn = first[kind.replica.ranks[0]]
-            found += _kind_rows(plan, members[index], key, index, len(kind.ranks), drawn)
+        for index, alike in enumerate(kinds):
+            drawn = first[alike[0].ranks[0]]
+            found += _kind_rows(plan, members[index], key, index, len(alike), drawn)
         if len(found) <= most:
             break
     return found

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import BACKWARD_LINEAR, Kind, ReplicaCost, Wires, match_places, passes, replica_cost
+from hexiseq.cost import BACKWARD_LINEAR, Flow, ReplicaCost, Wires, match_places, passes, replica_cost
 from hexiseq.picture.rows import Row, kinds_of, rows, runs
-from hexiseq.plan import Plan
+from hexiseq.plan import Plan, Replica
 from hexiseq.simulate import Phase, Span, StepSimulation, simulate_step
 from hexiseq.workload import Workload
 
@@ -72,7 +72,7 @@ def predicted(plan: Plan, cluster: Cluster, workload: Workload) -> Timeline:
     kinds = kinds_of(plan)
     shown = rows(plan, kinds, each=EACH, most=MOST)
     title = f"One layer of {workload.model.name}: {plan.policy}, {plan.seq_len:,} tokens on {plan.world_size:,} devices"
-    if min(plan.world_size, sum(len(kind.replica.ranks) for kind in kinds)) <= MOST_SIMULATED:
+    if min(plan.world_size, sum(len(alike[0].ranks) for alike in kinds)) <= MOST_SIMULATED:
         drawn, ranks = _one_of_each(plan, kinds)
         small = dataclasses.replace(workload, sequences=drawn.sequences)
         simulation = simulate_step(drawn, cluster, small, places=[places[rank] for rank in ranks], trace=True)
@@ -117,24 +117,24 @@ def _label(row: Row) -> str:
     return f"{rank}, {row.type} on {row.node}{more}"
 
 
-def _one_of_each(plan: Plan, kinds: Sequence[Kind]) -> tuple[Plan, list[int]]:
+def _one_of_each(plan: Plan, kinds: Sequence[Sequence[Replica]]) -> tuple[Plan, list[int]]:
     """The plan with one replica of each kind, and what its ranks were called."""
     if plan.world_size <= MOST_SIMULATED or len(kinds) == len(plan.replicas):
         return plan, list(range(plan.world_size))
-    ranks = sorted(rank for kind in kinds for rank in kind.replica.ranks)
+    ranks = sorted(rank for alike in kinds for rank in alike[0].ranks)
     new = {rank: i for i, rank in enumerate(ranks)}
 
-    def renamed(kind: Kind) -> Any:
+    def renamed(replica: Replica) -> Replica:
         groups = tuple(
             dataclasses.replace(
                 group, shards=tuple(dataclasses.replace(shard, rank=new[shard.rank]) for shard in group.shards)
             )
-            for group in kind.replica.groups
+            for group in replica.groups
         )
-        return dataclasses.replace(kind.replica, groups=groups)
+        return dataclasses.replace(replica, groups=groups)
 
     devices = tuple(plan.devices[rank] for rank in ranks)
-    replicas = tuple(renamed(kind) for kind in kinds)
+    replicas = tuple(renamed(alike[0]) for alike in kinds)
     return dataclasses.replace(plan, replicas=replicas, devices=devices, predicted=None), ranks
 
 
@@ -201,13 +201,13 @@ def _gaps(parts: Sequence[tuple[float, float]], length: float) -> list[tuple[flo
 
 
 def _estimated(
-    plan: Plan, kinds: Sequence[Kind], cluster: Cluster, workload: Workload, places: Sequence[Place]
+    plan: Plan, kinds: Sequence[Sequence[Replica]], cluster: Cluster, workload: Workload, places: Sequence[Place]
 ) -> dict[int, tuple[tuple[Bar, ...], ...]]:
     """The same by the cost model."""
     model = max(workload.model.kinds, key=lambda kind: kind.layers)
     found: dict[int, tuple[tuple[Bar, ...], ...]] = {}
-    for kind in kinds:
-        cost = replica_cost(plan, kind.replica, dataclasses.replace(workload, model=model), places)
+    for alike in kinds:
+        cost = replica_cost(plan, alike[0], dataclasses.replace(workload, model=model), places)
         wires = Wires(cluster, [places[rank] for rank in cost.ranks.tolist()])
         steps = _steps(plan.exchange, cost, wires, workload.recompute)
         for i, rank in enumerate(cost.ranks.tolist()):
@@ -219,21 +219,27 @@ def _steps(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> di
     """Of each pass what comes after what: matrices, all-to-all, attention, all-to-all."""
     forwards, linears = passes(recompute)
 
-    def attend(into: np.ndarray, kernels: np.ndarray, travel: np.ndarray, out: np.ndarray) -> list[_Step]:
-        return [("all-to-all", None, wires.seconds(into)), ("attention", kernels, wires.seconds(travel)),
-                ("all-to-all", None, wires.seconds(out))]  # fmt: skip
+    def took(*flows: Flow) -> float:
+        return wires.seconds(*map(wires.load, flows))
 
-    forward = attend(cost.heads_in, cost.attention_forward + cost.merge_forward, cost.kv, cost.heads_out)
+    def attend(into: Flow, kernels: np.ndarray, travel: Sequence[Flow], out: Flow) -> list[_Step]:
+        return [
+            ("all-to-all", None, took(into)),
+            ("attention", kernels, took(*travel)),
+            ("all-to-all", None, took(out)),
+        ]
+
+    forward = attend(cost.heads_in, cost.attention_forward + cost.merge_forward, [cost.kv], cost.heads_out)
     kernels = cost.attention_backward + cost.merge_backward
     if exchange == "ring":
-        backward = attend(cost.grads_in, kernels, cost.kv + cost.dkv, cost.grads_out)
+        backward = attend(cost.grads_in, kernels, [cost.kv, cost.dkv], cost.grads_out)
         # The last gradients leave after the kernels, and are waited for unless the ring is slower anyhow.
         busy, moving = float(kernels.max()), backward[1][2]
-        late = max(busy + wires.seconds(cost.late_dkv), moving) - max(busy, moving)
+        late = max(busy + took(cost.late_dkv), moving) - max(busy, moving)
         backward.insert(2, ("last dkv", None, late))
     else:
-        backward = attend(cost.grads_in, kernels, cost.kv, cost.grads_out)
-        backward.insert(2, ("dkv return", None, wires.seconds(cost.dkv)))
+        backward = attend(cost.grads_in, kernels, [cost.kv], cost.grads_out)
+        backward.insert(2, ("dkv return", None, took(cost.dkv)))
     again = [("linear", (linears - 1 - BACKWARD_LINEAR) * cost.linear, 0.0), *(forwards - 1) * forward]
     return {
         "forward": [("linear", cost.linear, 0.0), *forward],

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hexiseq import cost
 from hexiseq.cost import Kind
-from hexiseq.plan import ExcludedDevice, Group, Plan, Prediction, RankDevice, Replica, Shard
+from hexiseq.plan import ExcludedDevice, Group, Plan, Prediction, RankDevice, Replica, Shard, make_replica
 from hexiseq.schedule.estimate import Job
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan for all ranks of a job, by kinds of replicas; judged and weighed when first asked."""
+    """A plan for all ranks of a job, by kinds of replicas; judged and weighed when first asked.
+
+    The layouts of all kinds have one slot, fusion and exchange.
+    """
 
     job: Job
     kinds: tuple[Kind, ...]
@@ -38,34 +40,42 @@ class Draft:
 
 def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()) -> Plan:
     """The plan with every rank, and its prediction with memory."""
-    job = found.job
-    replicas = [
-        (min(row), renumbered(kind.replica, row)) for kind in found.kinds for row in kind.ranks.tolist()
-    ]  # fmt: skip
-    replicas.sort(key=lambda item: item[0])
+    job, layout = found.job, found.kinds[0].layout
+    used, limit = cost.kinds_memory_gb(found.kinds, job.workload, job.wires.devices)
     devices: dict[tuple[int, str], RankDevice] = {}
     for place in job.places:
-        key = (id(place.device), place.node_name)
+        key = (id(place.seat.device), place.node_name)
         if key not in devices:
             devices[key] = RankDevice(place.device.type, place.node_name, place.device.kernel)
-    used, limit = cost.kinds_memory_gb(found.kinds, job.workload, job.places)
-    return dataclasses.replace(
-        found.kinds[0].plan,
+    return Plan(
         policy=policy,
-        replicas=tuple(replica for _, replica in replicas),
-        devices=tuple(devices[id(place.device), place.node_name] for place in job.places),
+        seq_len=layout.seq_len,
+        num_heads=layout.num_heads,
+        num_kv_heads=layout.num_kv_heads,
+        slot=layout.slot,
+        fusion=layout.fusion,
+        exchange=layout.exchange,
+        recompute=job.workload.recompute,
+        dtype=job.workload.dtype,
+        replicas=tuple(sorted(
+            (replica for kind in found.kinds for replica in _replicas(kind)), key=lambda replica: min(replica.ranks)
+        )),
+        devices=tuple(devices[id(place.seat.device), place.node_name] for place in job.places),
         excluded=excluded,
         predicted=dataclasses.replace(
             found.predicted, memory_gb=tuple(used.tolist()), memory_limit_gb=tuple(limit.tolist())
         ),
-    )
+    )  # fmt: skip
 
 
-def renumbered(replica: Replica, ranks: Sequence[int]) -> Replica:
-    """The replica with these ranks, in its order."""
-    ahead = iter(ranks)
-    groups = tuple(
-        Group(group.slots, tuple(Shard(next(ahead), s.tokens, s.heads) for s in group.shards))
-        for group in replica.groups
-    )
-    return Replica(groups, replica.sequences)
+def _replicas(kind: Kind) -> list[Replica]:
+    """All replicas of a kind."""
+    layout = kind.layout
+    one = make_replica(layout.seq_len, layout.slot, layout.counts, layout.sequences)
+    shapes = [(group.slots, [(shard.tokens, shard.heads) for shard in group.shards]) for group in one.groups]
+    found = []
+    for row in kind.ranks.tolist():
+        ahead = iter(row)
+        groups = tuple(Group(slots, tuple(Shard(next(ahead), *shape) for shape in shards)) for slots, shards in shapes)
+        found.append(Replica(groups, layout.sequences))
+    return found

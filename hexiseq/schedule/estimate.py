@@ -15,8 +15,8 @@ import numpy as np
 
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import Kind, Wires
-from hexiseq.plan import Plan, Prediction, kv_heads
+from hexiseq.cost import Inside, Kind, Layout, Wires
+from hexiseq.plan import Prediction, kv_heads
 from hexiseq.workload import Workload, all_pairs, attention_flops
 
 # Of one kernel call: wide ones make merging cheap, narrow ones hold less KV; below 8,192 merging costs a tenth.
@@ -40,10 +40,7 @@ class Job:
     def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload) -> None:
         self.cluster, self.places, self.workload = cluster, tuple(places), workload
         self.wires = Wires(cluster, self.places)
-        numbers: dict[int, int] = {}
-        self.device = np.array([numbers.setdefault(id(place.device), len(numbers)) for place in self.places])
-        distinct = {id(place.device): place.device for place in self.places}
-        devices = [distinct[key] for key in numbers]
+        self.device, devices = self.wires.devices.index, self.wires.devices.distinct
         model = workload.model
         self.forwards = cost.passes(workload.recompute)[0]
         per_pair = attention_flops(model, all_pairs(model, workload.seq_len) / workload.seq_len)
@@ -98,11 +95,11 @@ class Job:
 
     def memory(self, kinds: Sequence[Kind]) -> tuple[np.ndarray, np.ndarray]:
         """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
-        return cost.alike_memory_gb(kinds, self.workload, self.places)
+        return cost.alike_memory_gb(kinds, self.workload, self.wires.devices)
 
     def most_tokens(self, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
         """`cost.most_tokens` of replicas of this kind."""
-        return cost.most_tokens(kind, self.workload, self.places)
+        return cost.most_tokens(kind, self.workload, self.wires.devices)
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,9 @@ class Alike:
     sequences: int
 
 
-def kind_of(plan: Plan, ranks: np.ndarray) -> Kind:
-    """Replicas laid out by a plan of one: its rank ``r`` is ``ranks[:, r]``."""
-    return Kind(plan, plan.replicas[0], ranks[:, list(plan.replicas[0].ranks)])
+def kind_of(layout: Layout, ranks: np.ndarray) -> Kind:
+    """Replicas laid out alike: what the layout calls rank ``r`` is ``ranks[:, r]``."""
+    return Kind(layout, ranks[:, layout.ranks])
 
 
 @dataclass(frozen=True)
@@ -242,15 +239,13 @@ class Exchange:
             return 0.0, kv
         speed = 1 / job.linear[job.device[self.ranks[members]]]
         part, h = speed / speed.sum(), np.array(heads, float)
-        wires = Wires(job.cluster, [job.places[r] for r in self.ranks[members].tolist()])
+        wires = job.wires.subset(self.ranks[members])
         # The other ranks of these nodes are in groups alike, through the same NICs.
         wires.nic = wires.nic * np.bincount(wires.node) / self._on_node[np.unique(self.node[members])]
         unit = model.layers * model.head_dim * job.workload.element_bytes
 
         def busy(sent: np.ndarray, received: np.ndarray) -> float:
-            matrix = np.outer(sent, received) * unit
-            np.fill_diagonal(matrix, 0.0)
-            return wires.seconds(matrix)
+            return wires.seconds(wires.load(Inside(np.zeros(len(members), int), sent * unit, received)))
 
         forward = busy(part, h + 2 * kv) + busy(h, part)
         return job.forwards * forward + busy(part, 3 * h + 2 * kv) + busy(h + 2 * kv, part), kv

@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from hexiseq.cluster import Place
-from hexiseq.plan import EXCHANGES, Plan, RankDevice, fits_slots, make_replica
+from hexiseq.cost import Counts, Layout, make_layout
+from hexiseq.plan import EXCHANGES, fits_slots
 from hexiseq.workload import Workload
 
 HEAD_FIRST, CONTEXT_FIRST = "head_first", "context_first"
-# (slots, [(rank, tokens, heads), ...]) per group, outermost first.
-Counts = list[tuple[int, list[tuple[int, int, int]]]]
 
 
 class IllegalPolicy(ValueError):
     """A policy cannot run this job on these devices. The message names policy, value, limit and remedy."""
 
 
-def build_plan(
-    policy: str, workload: Workload, places: Sequence[Place], counts: Counts, slot: int, fusion: int, exchange: str
-) -> Plan:
-    """A plan of one replica over `places`, rank after rank."""
+def lay_out(workload: Workload, counts: Counts, slot: int, fusion: int, exchange: str) -> Layout:
+    """A replica of these groups for the workload."""
     model = workload.model
-    return Plan(
-        policy=policy,
-        seq_len=workload.seq_len,
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        slot=slot,
-        fusion=fusion,
-        exchange=exchange,
-        recompute=workload.recompute,
-        dtype=workload.dtype,
-        replicas=(make_replica(workload.seq_len, slot, counts, workload.sequences),),
-        devices=tuple(RankDevice(p.device.type, p.node_name, p.device.kernel) for p in places),
-    )
+    return make_layout(counts, workload.seq_len, model.heads, model.kv_heads, slot, fusion, exchange,
+                       workload.sequences)  # fmt: skip
 
 
-def exchanges(plan: Plan, exchange: str | None) -> list[Plan]:
-    """The plan with the exchange asked for; with each, its own first, where None leaves the choice open."""
-    if exchange is None and all(len(replica.groups) == 1 for replica in plan.replicas):
-        return [plan]  # nothing crosses groups
-    wanted = [exchange] if exchange else [plan.exchange, *(e for e in EXCHANGES if e != plan.exchange)]
-    return [plan if e == plan.exchange else plan.crossing(exchange=e) for e in wanted]
+def exchanges(layout: Layout, exchange: str | None) -> list[Layout]:
+    """The layout with the exchange asked for; with each, its own first, where None leaves the choice open."""
+    if exchange is None and len(layout.slots) == 1:
+        return [layout]  # nothing crosses groups
+    wanted = [exchange] if exchange else [layout.exchange, *(e for e in EXCHANGES if e != layout.exchange)]
+    return [layout if e == layout.exchange else layout.crossing(exchange=e) for e in wanted]
 
 
 def head_limit(workload: Workload, width: int) -> str:
@@ -67,11 +52,11 @@ def legal_widths(workload: Workload, ranks: int) -> list[int]:
 def even_grid(
     policy: str,
     workload: Workload,
-    places: Sequence[Place],
+    ranks: int,
     width: int,
     slot: int | None = None,
     placement: str = HEAD_FIRST,
-) -> Plan:
+) -> Layout:
     """Equal groups of `width` ranks, equal tokens and heads, one replica.
 
     Args:
@@ -81,7 +66,6 @@ def even_grid(
     Raises:
         IllegalPolicy: heads do not divide, or the sequence is too short.
     """
-    ranks = len(places)
     groups = ranks // width
     if reason := head_limit(workload, width):
         widths = [w for w in legal_widths(workload, ranks) if w != width]
@@ -94,7 +78,7 @@ def even_grid(
         )
     slot, per_group = _even_slots(policy, workload.seq_len, groups, slot)
     model = workload.model
-    counts: Counts = []
+    counts = []
     short = sum(per_group) * slot - workload.seq_len
     for g, slots in enumerate(per_group):
         tokens = slots * slot - (short if g == 0 else 0)
@@ -102,7 +86,7 @@ def even_grid(
         counts.append((slots, [
             (rank, tokens // width + (m < tokens % width), model.heads // width) for m, rank in enumerate(members)
         ]))  # fmt: skip
-    return build_plan(policy, workload, places, counts, slot, fusion=1, exchange="ring")
+    return lay_out(workload, counts, slot, fusion=1, exchange="ring")
 
 
 def _even_slots(policy: str, seq_len: int, groups: int, slot: int | None) -> tuple[int, list[int]]:

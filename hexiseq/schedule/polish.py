@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hexiseq.plan import Plan, fits_slots
-from hexiseq.schedule.even import build_plan
+from hexiseq.cost import Layout
+from hexiseq.plan import fits_slots
+from hexiseq.schedule.even import lay_out
 from hexiseq.schedule.local import share_tokens
 from hexiseq.schedule.search import Search, slot_totals, widest_fusion
 from hexiseq.schedule.shares import rank_totals, round_slots
@@ -26,12 +27,12 @@ MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours ch
 
 
 @dataclass(frozen=True)
-class Layout:
-    """All of a plan of one replica but the tokens inside its groups.
+class Outline:
+    """All of a layout but the tokens inside its groups.
 
     Attributes:
         groups: of each, outermost first, its slots and its members: rank and query heads.
-        slot, fusion, exchange: as of the plan.
+        slot, fusion, exchange: as of the layout.
     """
 
     groups: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -44,10 +45,10 @@ class Layout:
         return [slots for slots, _ in self.groups]
 
 
-def polish(search: Search, plan: Plan) -> Plan:
-    """The plan after all changes that make it faster; the first that does is taken, and all are tried again."""
-    best = Layout(
-        tuple((group.slots, tuple((s.rank, s.num_heads) for s in group.shards)) for group in plan.replicas[0].groups),
+def polish(search: Search, plan: Layout) -> Layout:
+    """The layout after all changes that make it faster; the first that does is taken, and all are tried again."""
+    best = Outline(
+        tuple((slots, tuple((rank, heads) for rank, _, heads in members)) for slots, members in plan.counts),
         plan.slot, plan.fusion, plan.exchange,
     )  # fmt: skip
     if len(search.places) > MOST_RANKS:
@@ -70,46 +71,44 @@ def polish(search: Search, plan: Plan) -> Plan:
     return plan
 
 
-def _laid_out(search: Search, layout: Layout, below: float) -> tuple[Plan, float] | None:
-    """The plan of a layout with the best tokens that fit, and its seconds, if these are fewer than `below`."""
+def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, float] | None:
+    """An outline with the best tokens that fit, and its seconds, if these are fewer than `below`."""
     n = search.workload.seq_len
-    short = sum(layout.slots) * layout.slot - n
+    short = sum(outline.slots) * outline.slot - n
 
-    def built(caps: np.ndarray) -> Plan | None:
+    def built(caps: np.ndarray) -> Layout | None:
         counts = []
-        for g, (slots, members) in enumerate(layout.groups):
-            tokens, ranks = slots * layout.slot - (short if g == 0 else 0), [rank for rank, _ in members]
+        for g, (slots, members) in enumerate(outline.groups):
+            tokens, ranks = slots * outline.slot - (short if g == 0 else 0), [rank for rank, _ in members]
             most = np.clip(caps[ranks], 0, tokens).astype(int)
             sizes = share_tokens(tokens, tuple(search.linear[ranks].tolist()), tuple(most.tolist()))
             if sizes is None:
                 return None
             counts.append((slots, [(r, size, h) for (r, h), size in zip(members, sizes, strict=True)]))
-        return build_plan(
-            "hexiseq", search.workload, search.places, counts, layout.slot, layout.fusion, layout.exchange
-        )
+        return lay_out(search.workload, counts, outline.slot, outline.fusion, outline.exchange)
 
     # Memory only makes it slower.
     plan, limit = built(search.capacity), below * (1 - 1e-9)
     while plan is not None and (seconds := search.job.judge([search.kind(plan)]).step_seconds) < limit:
-        if max(search.over_gb(plan)) <= 0:
+        if search.over_gb(plan) <= 0:
             return plan, seconds
         room, alone = search.room(plan)
         fitting = built(room) if alone.max() <= 1 else None
-        plan = fitting if fitting is not None and max(search.over_gb(fitting)) <= 0 else None
+        plan = fitting if fitting is not None and search.over_gb(fitting) <= 0 else None
     return None
 
 
-def _changes(search: Search, layout: Layout) -> Iterator[Layout]:
-    """Layouts that differ in one thing."""
-    groups, n = layout.groups, search.workload.seq_len
+def _changes(search: Search, outline: Outline) -> Iterator[Outline]:
+    """Outlines that differ in one thing."""
+    groups, n = outline.groups, search.workload.seq_len
 
-    def changed(groups: tuple, fusion: int = layout.fusion, slot: int = layout.slot) -> Layout:
+    def changed(groups: tuple, fusion: int = outline.fusion, slot: int = outline.slot) -> Outline:
         most = widest_fusion([slots for slots, _ in groups])
-        return dataclasses.replace(layout, groups=groups, slot=slot, fusion=max(1, min(fusion, most)))
+        return dataclasses.replace(outline, groups=groups, slot=slot, fusion=max(1, min(fusion, most)))
 
     if len(groups) > 1:
-        most = widest_fusion(layout.slots)
-        for fusion in sorted({2**i for i in range(most.bit_length())} | {most, layout.fusion + 1} - {0}):
+        most = widest_fusion(outline.slots)
+        for fusion in sorted({2**i for i in range(most.bit_length())} | {most, outline.fusion + 1} - {0}):
             yield changed(groups, fusion)
         orders = itertools.permutations(groups) if len(groups) <= MOST_ORDERED else (
             (*groups[:i], groups[i + 1], groups[i], *groups[i + 2 :]) for i in range(len(groups) - 1)
@@ -126,7 +125,7 @@ def _changes(search: Search, layout: Layout) -> Iterator[Layout]:
                 heads = tuple((r, h - (m == giver) + (m == taker)) for m, (r, h) in enumerate(members))
                 yield changed((*groups[:g], (slots, heads), *groups[g + 1 :]))
     if len(groups) > 1 and search.options.slot is None:
-        shares = np.array([slots * layout.slot for slots in layout.slots], float)
+        shares = np.array([slots * outline.slot for slots in outline.slots], float)
         totals = slot_totals(n, len(groups), 64)
         ranked = rank_totals(shares.tolist(), [1] * len(groups), totals, [1] * len(totals))
         for _, total in ranked[:MOST_TOTALS]:
@@ -135,5 +134,5 @@ def _changes(search: Search, layout: Layout) -> Iterator[Layout]:
             if not fits_slots(n, slot, total) or sum(counts) != total:
                 continue
             cut = tuple((count, members) for count, (_, members) in zip(counts, groups, strict=True))
-            for fused in (layout.fusion * layout.slot, n):
+            for fused in (outline.fusion * outline.slot, n):
                 yield changed(cut, round(fused / slot), slot)

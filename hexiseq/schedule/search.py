@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq import cost
-from hexiseq.cost import Kind
-from hexiseq.plan import Plan, fits_slots, short_tokens
+from hexiseq.cost import Counts, Kind, Layout
+from hexiseq.plan import fits_slots, short_tokens
 from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, kind_of, ring_seconds
-from hexiseq.schedule.even import Counts, build_plan, even_totals, exchanges, slots_for
+from hexiseq.schedule.even import even_totals, exchanges, lay_out, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
@@ -87,10 +87,10 @@ class Search:
         self._slower: dict[int, np.ndarray] = {}
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
         self._seen: dict[tuple, tuple[float, Grouping]] = {}
-        self._weighed: tuple[Plan, list[float]] | None = None  # the plan last asked for, which is often asked for again
-        self.best: Plan | None = None
+        self._weighed: tuple[Layout, float] | None = None  # the layout last asked for, which is often asked for again
+        self.best: Layout | None = None
         self.seconds = math.inf  # of the job with these replicas alone
-        self.misfit: Plan | None = None  # the plan that lacks least memory, to say what would fit
+        self.misfit: Layout | None = None  # the layout that lacks least memory, to say what would fit
         self.lacking = math.inf
 
     def slower(self, groups: int) -> np.ndarray:
@@ -105,12 +105,12 @@ class Search:
             return self.attention
         return self.attention + (self.slower(groups) - 1) * (self.job.forwards * self.forward + self.backward)
 
-    def kind(self, plan: Plan) -> Kind:
-        """These replicas, laid out by a plan of one of them."""
-        return kind_of(plan, self.alike.ranks)
+    def kind(self, layout: Layout) -> Kind:
+        """These replicas, laid out so."""
+        return kind_of(layout, self.alike.ranks)
 
-    def run(self, refine: bool = True) -> Plan | None:
-        """The best plan of one replica that fits memory, or None. Without `refine`, only by rounding."""
+    def run(self, refine: bool = True) -> Layout | None:
+        """The best layout of one replica that fits memory, or None. Without `refine`, only by rounding."""
         judged: list[tuple[float, int, Grouping]] = []
         for index, (_, grouping) in enumerate(self.rank_groupings()):
             # Where memory is tight the best few may not fit.
@@ -120,7 +120,7 @@ class Search:
             if (plan := self.settle(grouping, self.round_slots)) is not None:
                 judged.append((self.offer(plan), index, grouping))
         judged.sort(key=lambda item: item[:2])
-        coarse: list[tuple[float, int, Plan]] = []
+        coarse: list[tuple[float, int, Layout]] = []
         for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
             for plan in self.coarse(grouping):
                 coarse.append((self.offer(plan), len(coarse), plan))
@@ -157,8 +157,7 @@ class Search:
         room, alone = self.room(plan)
         if np.isinf(alone).any():
             return
-        shards = [shard for group in plan.replicas[0].groups for shard in group.shards]
-        if self.best is not None and all(s.num_tokens < NEARLY_FULL * room[s.rank] for s in shards):
+        if self.best is not None and (plan.tokens < NEARLY_FULL * room[plan.ranks]).all():
             return
         model, below = self.workload.model, self.seconds / self.workload.accumulation
         moved = model.layers * model.head_dim * self.workload.element_bytes * self.workload.sequences
@@ -174,7 +173,7 @@ class Search:
             for plan in self.refine(grouping[::-1], other_totals=True):
                 self.offer(plan)
 
-    def kinds(self, plan: Plan, room: np.ndarray, alone: np.ndarray) -> Kinds:
+    def kinds(self, plan: Layout, room: np.ndarray, alone: np.ndarray) -> Kinds:
         """The kinds of devices, with what a plan says of their memory."""
         ranks: dict[tuple, dict[int, list[int]]] = {}
         for rank, kind in enumerate(self.exchange.alike):
@@ -183,8 +182,10 @@ class Search:
         first = [found[0][0] for found in nodes]
         bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
         # Tokens fewer for a token of the group and head, of those that have heads.
-        spent = {s.rank: alone[s.rank] * bare[s.rank] / (s.num_heads * group.num_tokens)
-                 for group in plan.replicas[0].groups for s in group.shards if s.num_heads}  # fmt: skip
+        held = plan.group_tokens[plan.home] * plan.heads
+        with_heads = np.flatnonzero(held)
+        own = plan.ranks[with_heads]
+        spent = dict(zip(own.tolist(), (alone[own] * bare[own] / held[with_heads]).tolist(), strict=True))
         everyone = float(np.mean(list(spent.values())))
         members = [[rank for node in found for rank in node] for found in nodes]
         head = [np.mean([spent[r] for r in own if r in spent] or [everyone]) for own in members]
@@ -200,20 +201,20 @@ class Search:
             self.nic[self.node[first]] / seats[self.node[first]],
         )
 
-    def lay_out_groups(self, grouping: Grouping) -> Plan | None:
-        """The plan with these groups, if it fits, by the faster exchange."""
+    def lay_out_groups(self, grouping: Grouping) -> Layout | None:
+        """The layout with these groups, if it fits, by the faster exchange."""
         if (plan := self.settle(grouping, self.program_slots)) is not None:
             for other in exchanges(plan, self.options.exchange):
                 self.offer(other)
         return self.best
 
-    def offer(self, plan: Plan) -> float:
-        """Keep the plan if it fits and is the fastest so far; its step time, infinite when it does not fit."""
+    def offer(self, plan: Layout) -> float:
+        """Keep the layout if it fits and is the fastest so far; its step time, infinite when it does not fit."""
         seconds = self.job.judge([self.kind(plan)]).step_seconds
         # A tie within rounding keeps the earlier plan, so that results do not hang on the last bit.
         if self.best is not None and seconds >= self.seconds * (1 - 1e-9):
             return seconds
-        if (lacking := max(self.over_gb(plan))) > 0:
+        if (lacking := self.over_gb(plan)) > 0:
             if self.best is None and lacking < self.lacking:
                 self.misfit, self.lacking = plan, lacking
             return math.inf
@@ -303,14 +304,14 @@ class Search:
 
     # Layouts ---------------------------------------------------------------------------------------------------
 
-    def refine(self, grouping: Grouping, other_totals: bool) -> Iterator[Plan]:
+    def refine(self, grouping: Grouping, other_totals: bool) -> Iterator[Layout]:
         """Plans with slots from the integer program, for the best number of slots and the next best."""
         for choice in range(2 if other_totals and len(grouping) > 1 and self.options.slot is None else 1):
             plan = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
             if plan is not None:
                 yield plan
 
-    def coarse(self, grouping: Grouping) -> Iterator[Plan]:
+    def coarse(self, grouping: Grouping) -> Iterator[Layout]:
         """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
         if len(grouping) == 1 or self.options.slot is not None:
             return
@@ -327,40 +328,40 @@ class Search:
                 if plan is not None:
                     yield plan
 
-    def narrower(self, plan: Plan) -> Iterator[Plan]:
+    def narrower(self, plan: Layout) -> Iterator[Layout]:
         """The plan with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
         halves = [plan.fusion >> i for i in range(1, plan.fusion.bit_length())]
         for fusion in range(plan.fusion - 1, 0, -1) if len(self.places) <= FEW_RANKS else halves:
             yield plan.crossing(fusion=fusion)
 
-    def reordered(self, plan: Plan) -> Iterator[Plan]:
+    def reordered(self, plan: Layout) -> Iterator[Layout]:
         """Few groups in every order: which edges their last gradients wait for hangs on it."""
-        groups = plan.replicas[0].groups
+        groups = plan.counts
         if not 1 < len(groups) <= MOST_PERMUTED or self.options.late():
             return
-        short = short_tokens(plan.seq_len, plan.slot, plan.replicas[0].slots)
+        short = short_tokens(plan.seq_len, plan.slot, int(plan.slots.sum()))
         for order in itertools.permutations(groups):
-            counts: Counts = []
-            for group in order:
+            counts = []
+            for slots, members in order:
                 # Whoever is first lacks what the outermost half-slot is short of.
-                lacking = (short if group is order[0] else 0) - (short if group is groups[0] else 0)
-                largest = max(group.shards, key=lambda shard: shard.num_tokens)
-                held = [(s.rank, s.num_tokens - (lacking if s is largest else 0), s.num_heads) for s in group.shards]
-                counts.append((group.slots, held))
+                lacking = (short if members is order[0][1] else 0) - (short if members is groups[0][1] else 0)
+                largest = max(range(len(members)), key=lambda m: members[m][1])
+                held = [(r, tokens - lacking * (m == largest), heads) for m, (r, tokens, heads) in enumerate(members)]
+                counts.append((slots, held))
             if all(tokens >= 0 for _, members in counts for _, tokens, _ in members):
-                yield build_plan("hexiseq", self.workload, self.places, counts, plan.slot, plan.fusion, plan.exchange)
+                yield lay_out(self.workload, counts, plan.slot, plan.fusion, plan.exchange)
 
-    def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Plan | None:
+    def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Layout | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
         best, free = self.fit(grouping, slots_of, FUSED_TOKENS[0])
         if best is None or free:
             return best
-        seconds = math.inf if max(self.over_gb(best)) > 0 else self.job.judge([self.kind(best)]).step_seconds
+        seconds = math.inf if self.over_gb(best) > 0 else self.job.judge([self.kind(best)]).step_seconds
         for tokens in FUSED_TOKENS[1:]:
             if self.options.late(self.best is not None):
                 break
             plan, _ = self.fit(grouping, slots_of, tokens)
-            if plan is None or max(self.over_gb(plan)) > 0:
+            if plan is None or self.over_gb(plan) > 0:
                 continue
             if (now := self.job.judge([self.kind(plan)]).step_seconds) >= seconds:
                 break
@@ -369,11 +370,11 @@ class Search:
 
     def fit(
         self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None], fused_tokens: int
-    ) -> tuple[Plan | None, bool]:
+    ) -> tuple[Layout | None, bool]:
         """Share slots, lay out, and while a rank overflows cap what it may hold and share again.
 
         Returns:
-            The plan, the last one where none fits, and whether no rank had to be capped.
+            The layout, the last one where none fits, and whether no rank had to be capped.
         """
         caps, head_caps = self.capacity, np.full(len(self.places), self.workload.model.heads)
         plan = None
@@ -383,32 +384,31 @@ class Search:
             if parts is None or found is None:
                 break
             slot, slots = found
-            counts = self.lay_out(parts, slot, slots, caps) or self.lay_out(parts, slot, slots, self.capacity)
+            counts = self.shares(parts, slot, slots, caps) or self.shares(parts, slot, slots, self.capacity)
             if counts is None:
                 break
             fusion = max(1, min(round(fused_tokens / slot), widest_fusion(slots)))
             exchange = self.options.exchange or "ring"
-            plan = build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange)
-            if max(self.over_gb(plan)) <= 0:
+            plan = lay_out(self.workload, counts, slot, fusion, exchange)
+            if self.over_gb(plan) <= 0:
                 return plan, attempt == 0
             room, alone = self.room(plan)
             if np.isinf(alone).any():
                 break  # parameters leave a rank no room, whatever its share
             # What a rank can hold hangs on its heads and on its group's slots, not on who has the group's other tokens.
-            if alone.max() <= 1 and (counts := self.lay_out(parts, slot, slots, room)) is not None:
-                return build_plan("hexiseq", self.workload, self.places, counts, slot, fusion, exchange), False
+            if alone.max() <= 1 and (counts := self.shares(parts, slot, slots, room)) is not None:
+                return lay_out(self.workload, counts, slot, fusion, exchange), False
             caps, head_caps = self.capped(plan, room, alone, head_caps)
         return plan, False
 
-    def room(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """`cost.most_tokens` of the plan, by rank."""
-        ranks = list(plan.replicas[0].ranks)
-        found = np.empty((2, len(ranks)))
-        found[:, ranks] = self.job.most_tokens(self.kind(plan))
+    def room(self, plan: Layout) -> tuple[np.ndarray, np.ndarray]:
+        """`cost.most_tokens` of the layout, by rank."""
+        found = np.empty((2, len(self.places)))
+        found[:, plan.ranks] = self.job.most_tokens(self.kind(plan))
         return found[0], found[1]
 
     def capped(
-        self, plan: Plan, room: np.ndarray, alone: np.ndarray, head_caps: np.ndarray
+        self, plan: Layout, room: np.ndarray, alone: np.ndarray, head_caps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Caps of tokens and heads with which every group has room for all it gets.
 
@@ -416,29 +416,28 @@ class Search:
         room for its own.
 
         Args:
-            room, alone: of the plan, as `room` has them.
+            room, alone: of the layout, as `room` has them.
         """
         caps, head_caps = self.capacity.copy(), head_caps.copy()
         # Without heads there would be so much.
         bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
-        for group in plan.replicas[0].groups:
-            members = list(group.ranks)
-            scale = float(bare[members].sum() / (group.num_tokens + (bare * alone)[members].sum()))
+        for _, shares in plan.counts:
+            members, held = [rank for rank, _, _ in shares], sum(tokens for _, tokens, _ in shares)
+            scale = float(bare[members].sum() / (held + (bare * alone)[members].sum()))
             left = bare[members] * (1 - scale * alone[members])
             # Nearly equal caps are equal, so that groups alike stay alike.
             grain = self.capacity[members] / CAP_GRAINS + 1e-9
             caps[members] = np.clip(np.floor(left / grain) * grain, 0.0, self.capacity[members])
-            for shard in group.shards if len(members) > 1 else ():
-                if (over := scale * float(alone[shard.rank])) > 1 and shard.num_heads:
-                    head_caps[shard.rank] = min(shard.num_heads - 1, int(shard.num_heads / over))
+            for rank, _, heads in shares if len(members) > 1 else ():
+                if (over := scale * float(alone[rank])) > 1 and heads:
+                    head_caps[rank] = min(heads - 1, int(heads / over))
         return caps, head_caps
 
-    def over_gb(self, plan: Plan) -> list[float]:
-        """Memory each rank lacks, by rank; negative where some is left."""
+    def over_gb(self, plan: Layout) -> float:
+        """Memory lacking on the rank that lacks most; at most 0 where all fit."""
         if self._weighed is None or self._weighed[0] is not plan:
             used, limit = self.job.memory([self.kind(plan)])
-            over = dict(zip(plan.replicas[0].ranks, (used - limit).tolist(), strict=True))
-            self._weighed = plan, [over[rank] for rank in range(len(self.places))]
+            self._weighed = plan, float((used - limit).max())
         return self._weighed[1]
 
     def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray | None = None) -> Parts | None:
@@ -577,11 +576,11 @@ class Search:
 
     # Tokens ----------------------------------------------------------------------------------------------------
 
-    def lay_out(self, parts: Parts, slot: int, slots: list[int], caps: np.ndarray) -> Counts | None:
+    def shares(self, parts: Parts, slot: int, slots: list[int], caps: np.ndarray) -> Counts | None:
         if not fits_slots(self.workload.seq_len, slot, sum(slots)):
             return None
         short = sum(slots) * slot - self.workload.seq_len
-        counts: Counts = []
+        counts = []
         for g, members in enumerate(parts.grouping):
             tokens = slots[g] * slot - (short if g == 0 else 0)
             most = np.minimum(caps[members], tokens).astype(int)

@@ -12,9 +12,9 @@ import numpy as np
 
 from hexiseq import cost
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import Kind, OutOfMemory
+from hexiseq.cost import Kind, Layout, OutOfMemory
 from hexiseq.plan import EXCHANGES, POLICIES, ExcludedDevice, Gain, Plan, Rival
-from hexiseq.schedule.drafts import Draft, renumbered, written
+from hexiseq.schedule.drafts import Draft, written
 from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import (
     CONTEXT_FIRST,
@@ -214,13 +214,12 @@ def _judged(
 ) -> list[Draft] | IllegalPolicy:
     """An even grid over these replicas by each exchange, or why there is none."""
     first = division[0]
-    places = [job.places[rank] for rank in first.ranks[0].tolist()]
     one = dataclasses.replace(job.workload, sequences=first.sequences)
     try:
-        grid = even_grid(name, one, places, width, options.slot, placement)
+        grid = even_grid(name, one, first.ranks.shape[1], width, options.slot, placement)
     except IllegalPolicy as error:
         return error
-    kinds = [[kind_of(plan, alike.ranks) for alike in division] for plan in exchanges(grid, options.exchange)]
+    kinds = [[kind_of(layout, alike.ranks) for alike in division] for layout in exchanges(grid, options.exchange)]
     return [Draft(job, tuple(one)) for one in kinds]
 
 
@@ -233,7 +232,7 @@ def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
         for rows in layouts:
             kinds: dict[object, list[np.ndarray]] = {}
             for row in rows:
-                kinds.setdefault(job.wires.signature(row.tolist()), []).append(row)
+                kinds.setdefault(job.wires.signature(row), []).append(row)
             yield tuple(Alike(np.array(alike), sequences // number) for alike in kinds.values())
 
 
@@ -323,9 +322,8 @@ def _polished(found: Draft, options: Options) -> Draft:
     place = np.argsort(np.argsort(kind.ranks[0]))
     ranks = np.empty_like(kind.ranks)
     ranks[:, place] = kind.ranks
-    plan = dataclasses.replace(kind.plan, replicas=(renumbered(kind.replica, place.tolist()),))
-    search = Search(found.job, Alike(ranks, kind.replica.sequences), options)
-    return Draft(found.job, (search.kind(polish(search, plan)),))
+    search = Search(found.job, Alike(ranks, kind.layout.sequences), options)
+    return Draft(found.job, (search.kind(polish(search, kind.layout.renamed(place))),))
 
 
 def _part_floor(places: Sequence[Place], workload: Workload) -> float:
@@ -343,16 +341,19 @@ def _part_floor(places: Sequence[Place], workload: Workload) -> float:
 def _by_speed(even: Draft, options: Options) -> list[Draft]:
     """The even plan with tokens by speed, and with tokens and heads by speed: each the last one where none fits."""
     found = [even]
-    alike = all(len({even.job.device[rank] for rank in members}) == 1 for members in _groups(even))
+    alike = all(
+        (np.maximum.reduceat(device, begins, axis=1) == np.minimum.reduceat(device, begins, axis=1)).all()
+        for device, begins in ((even.job.device[kind.ranks], kind.layout.begins[:-1]) for kind in even.kinds)
+    )
     for even_heads in (True,) if alike else (True, False):
         if options.late():
             found.append(found[-1])
             continue
         kinds: list[Kind] = []
         for kind in even.kinds:
-            ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
-            grouping = [list(range(start, end)) for start, end in itertools.pairwise([0, *ends])]
-            search = Search(even.job, Alike(kind.ranks, kind.replica.sequences), options, even_heads=even_heads)
+            begins = kind.layout.begins.tolist()
+            grouping = [list(range(start, end)) for start, end in itertools.pairwise(begins)]
+            search = Search(even.job, Alike(kind.ranks, kind.layout.sequences), options, even_heads=even_heads)
             _adopt(search, kinds)
             if (plan := search.lay_out_groups(grouping)) is None:
                 break
@@ -362,24 +363,16 @@ def _by_speed(even: Draft, options: Options) -> list[Draft]:
     return found[1:] if len(found) > 2 else [found[1]] * 2  # devices alike have equal heads at any rate
 
 
-def _groups(found: Draft) -> Iterator[list[int]]:
-    """Ranks of every group."""
-    for kind in found.kinds:
-        ends = np.cumsum([len(group.shards) for group in kind.replica.groups]).tolist()
-        for row in kind.ranks.tolist():
-            yield from (row[start:end] for start, end in itertools.pairwise([0, *ends]))
-
-
 def _adopt(search: Search, kinds: Sequence[Kind]) -> None:
     """All replicas of a plan have the slot and the exchange of the first."""
     if kinds:
-        first = kinds[0].plan
+        first = kinds[0].layout
         search.options = dataclasses.replace(search.options, slot=first.slot, exchange=first.exchange)
 
 
-def _matching(search: Search, plan: Plan, kinds: Sequence[Kind]) -> Kind:
+def _matching(search: Search, layout: Layout, kinds: Sequence[Kind]) -> Kind:
     """The kind laid out, with the fusion of the first."""
-    return search.kind(plan.crossing(fusion=kinds[0].plan.fusion) if kinds else plan)
+    return search.kind(layout.crossing(fusion=kinds[0].layout.fusion) if kinds else layout)
 
 
 def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Draft | None]:

@@ -253,8 +253,8 @@ class _Part:
         self.index = {rank: i for i, rank in enumerate(self.ranks)}
         self.group = {shard.rank: g for g, group in enumerate(replica.groups) for shard in group.shards}
         self.linear, self.loss = cost.linear.tolist(), cost.loss.tolist()
-        self.forward = _pass("forward", cost, cost.heads_in, cost.heads_out)
-        self.backward = _pass("backward", cost, cost.grads_in, cost.grads_out)
+        self.forward = _pass("forward", cost, cost.heads_in.matrix(), cost.heads_out.matrix())
+        self.backward = _pass("backward", cost, cost.grads_in.matrix(), cost.grads_out.matrix())
         self.ring = Ring(plan, replica, causal=True)
         self.held = [Held() for _ in self.ranks]
         kv, dkv = ((list(self.ring.messages(kind)) if plan.exchange == "ring" else []) for kind in ("kv", "dkv"))
@@ -264,9 +264,10 @@ class _Part:
         rows: dict[tuple[str, int, int], int] = defaultdict(int)
         for message in kv + dkv:
             rows[message.kind, message.sender, message.receiver] += message.rows
+        self.moved = {"kv": cost.kv.matrix(), "dkv": cost.dkv.matrix()}
         # Of all that the cost model sends from rank to rank a message has the share of its rows.
         unit = {
-            (kind, s, r): float(getattr(cost, kind)[self.index[s], self.index[r]]) / count
+            (kind, s, r): float(self.moved[kind][self.index[s], self.index[r]]) / count
             for (kind, s, r), count in rows.items()
         }
         sizes = [(message.kind, message.sender, message.receiver) for message in kv + dkv]
@@ -508,7 +509,7 @@ class _MicroStep:
 
     def _gathered(self, rank: int, part: _Part, work: _Pass, where: tuple) -> Process:
         i, g, ring = part.index[rank], part.group[rank], part.ring
-        arriving = self._meet(rank, part, "kv", part.cost.kv, (*where, "kv"))
+        arriving = self._meet(rank, part, "kv", part.moved["kv"], (*where, "kv"))
         yield self.noise.work(rank, f"own slots {work.name}", work.own[i])
         yield arriving
         inner, outer = ring.total - ring.first[g] - ring.n[g], ring.first[g]
@@ -519,7 +520,7 @@ class _MicroStep:
         if arriving:
             part.held[i].most = ring.foreign_slots(g)
         if work.name == "backward":
-            yield from self._exchange(rank, part, "dkv return", part.cost.dkv, (*where, "dkv"))
+            yield from self._exchange(rank, part, "dkv return", part.moved["dkv"], (*where, "dkv"))
 
     def _meet(self, rank: int, part: _Part, kind: str, sizes: np.ndarray, where: tuple) -> list[Transfer]:
         """Post a rank's side of an all-to-all; all its transfers."""

@@ -14,6 +14,7 @@ from hexiseq.attention.layout import routes
 from hexiseq.attention.tiles import Mask
 from hexiseq.cluster import Cluster, Device, Link, Node, Seat
 from hexiseq.cost import (
+    Flow,
     OutOfMemory,
     Wires,
     attention_bytes,
@@ -148,8 +149,8 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
         cost = replica_cost(plan, replica, work, cluster.places)
         unit = 2 * 8 * replica.sequences  # K and V, head dim
         kv, dkv = SLOW[exchange](plan, replica, unit * size, unit * wide, plan.seq_len)
-        np.testing.assert_array_equal(cost.kv, as_matrix(kv, cost.ranks))
-        np.testing.assert_array_equal(cost.dkv, as_matrix(dkv, cost.ranks))
+        np.testing.assert_array_equal(cost.kv.matrix(), as_matrix(kv, cost.ranks))
+        np.testing.assert_array_equal(cost.dkv.matrix(), as_matrix(dkv, cost.ranks))
 
         into, back, grads_into, grads_back = (defaultdict(float) for _ in range(4))
         flops = {}
@@ -171,7 +172,7 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
         for found, pairs in (
             (cost.heads_in, into), (cost.heads_out, back), (cost.grads_in, grads_into), (cost.grads_out, grads_back),
         ):  # fmt: skip
-            np.testing.assert_allclose(found, as_matrix(pairs, cost.ranks), rtol=1e-9)
+            np.testing.assert_allclose(found.matrix(), as_matrix(pairs, cost.ranks), rtol=1e-9)
         speed = 1 + seed % 3
         expected = [flops[rank] / (80e12 * speed) for rank in cost.ranks.tolist()]
         np.testing.assert_allclose(cost.attention_forward, expected, rtol=1e-9)
@@ -191,8 +192,8 @@ def test_windowed_bytes_token_by_token(seed):
         unit = 2 * 8 * replica.sequences * 8
         for exchange, slow in SLOW.items():
             cost = replica_cost(dataclasses.replace(plan, exchange=exchange), replica, work, cluster.places)
-            for found, pairs in zip((cost.kv, cost.dkv), slow(plan, replica, unit, unit, window), strict=True):
-                least = as_matrix(pairs, cost.ranks)
+            for flow, pairs in zip((cost.kv, cost.dkv), slow(plan, replica, unit, unit, window), strict=True):
+                found, least = flow.matrix(), as_matrix(pairs, cost.ranks)
                 assert (found == least).all() if exchange == "allgather" else (found >= least).all()
 
 
@@ -217,9 +218,9 @@ def test_exchange_is_charged_what_the_routes_move(seed, exchange, windowed):
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, work, cluster.places)
         inside = set(cost.ranks.tolist())
-        for matrix, pairs in ((cost.kv, kv), (cost.dkv, dkv), (cost.late_dkv, late)):
+        for flow, pairs in ((cost.kv, kv), (cost.dkv, dkv), (cost.late_dkv, late)):
             mine = {pair: size for pair, size in pairs.items() if pair[0] in inside}
-            np.testing.assert_allclose(matrix, as_matrix(mine, cost.ranks), rtol=1e-9)
+            np.testing.assert_allclose(flow.matrix(), as_matrix(mine, cost.ranks), rtol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -422,18 +423,65 @@ def test_memory_by_hand():
 
 
 def test_wires_add_up_at_the_nic_and_respect_special_links():
+    class Sent(Flow):
+        def __init__(self, *messages):
+            self.sent = np.zeros((4, 4))
+            for sender, receiver, size in messages:
+                self.sent[sender, receiver] = size
+            self.out, self.into = self.sent.sum(1), self.sent.sum(0)
+
+        def between(self, sender, receiver):
+            return self.sent[sender, receiver]
+
+    def seconds(cluster, *messages):
+        wires = Wires(cluster, cluster.places)
+        return wires.seconds(wires.load(Sent(*messages)))
+
     cluster = cluster_of([1, 1, 1, 1])
-    sent = np.zeros((4, 4))
-    sent[0, 1] = 50e9  # inside n0 at 100 GB/s
-    assert Wires(cluster, cluster.places).seconds(sent) == pytest.approx(0.5)
-    sent[0, 2] = sent[1, 3] = 10e9  # both leave n0 through one NIC of 10 GB/s
-    assert Wires(cluster, cluster.places).seconds(sent) == pytest.approx(2.0)
+    inside = (0, 1, 50e9)  # inside n0 at 100 GB/s
+    assert seconds(cluster, inside) == pytest.approx(0.5)
+    leaving = (0, 2, 10e9), (1, 3, 10e9)  # both leave n0 through one NIC of 10 GB/s
+    assert seconds(cluster, inside, *leaving) == pytest.approx(2.0)
     slow = dataclasses.replace(cluster, links=(Link(("n0", "n1"), 4.0),))
-    assert Wires(slow, slow.places).seconds(sent) == pytest.approx(5.0)
+    assert seconds(slow, inside, *leaving) == pytest.approx(5.0)
     wires = Wires(cluster, cluster.places)
-    load = wires.load()
-    wires.add(load, np.arange(4)[None], sent)
-    assert wires.busiest(load, 5e9) == pytest.approx(2.5)
+    load = wires.load(Sent(inside, *leaving))
+    assert wires.seconds(load, 5e9 * wires.circle) == pytest.approx(2.5)
+    assert wires.around(5e9) == wires.seconds(5e9 * wires.circle) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("exchange", SLOW)
+@pytest.mark.parametrize("special", [False, True])
+def test_loads_are_what_the_bytes_from_rank_to_rank_put_on_each_wire(exchange, special):
+    for seed in range(30):
+        plan = dataclasses.replace(draw_plan(seed), exchange=exchange)
+        cluster = cluster_of([1] * plan.world_size, per_node=1 + seed % 4)
+        if special and len(cluster.nodes) > 1:
+            cluster = dataclasses.replace(cluster, links=(Link(("n0", "n1"), 4.0),))
+        plan = seated(plan, cluster)
+        everyone, found = Wires(cluster, cluster.places), 0.0
+        names = ("heads_in", "heads_out", "grads_in", "grads_out", "kv", "dkv", "late_dkv")
+        ports, nics = np.zeros((2, plan.world_size)), np.zeros((2, len(everyone.nic)))
+        links = np.zeros((len(everyone.nic),) * 2)
+        for replica in plan.replicas:
+            cost = replica_cost(plan, replica, workload_for(plan), cluster.places)
+            near = everyone.subset(cost.ranks)
+            for flow in (getattr(cost, name) for name in names):
+                assert (flow.out == flow.matrix().sum(1)).all()
+                assert (flow.into == flow.matrix().sum(0)).all()
+                found = found + everyone.spread(near.load(flow), cost.ranks[None])
+                for (i, j), size in np.ndenumerate(flow.matrix()):
+                    a, b = cost.ranks[i], cost.ranks[j]
+                    m, n = everyone.node[a], everyone.node[b]
+                    if m == n:
+                        ports[0, a] += size
+                        ports[1, b] += size
+                    else:
+                        nics[0, m] += size
+                        nics[1, n] += size
+                        links[m, n] += size
+        expected = [*ports, *nics] + ([links.ravel()] if everyone.link is not None else [])
+        np.testing.assert_array_equal(found, np.concatenate(expected))
 
 
 def test_zero_shares_are_legal():
@@ -445,8 +493,8 @@ def test_zero_shares_are_legal():
     assert cost.attention_forward[0] == 0
     assert cost.merge_forward[0] == 0
     assert cost.linear[1] == pytest.approx(cost.linear[0] / 32)  # the dummy token
-    assert cost.heads_in[0, 1] > 0
-    assert cost.heads_in[1, 0] == 0
+    assert cost.heads_in.matrix()[0, 1] > 0
+    assert cost.heads_in.matrix()[1, 0] == 0
     assert predict(plan, cluster, workload_for(plan, "float32", "selective")).step_seconds > 0
 
 

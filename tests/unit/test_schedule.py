@@ -17,7 +17,8 @@ from hexiseq.cluster import Cluster, Device, Node, Seat
 from hexiseq.cost import OutOfMemory
 from hexiseq.plan import EXCHANGES, Plan, fits_slots, fragments
 from hexiseq.schedule import IllegalPolicy, solve
-from hexiseq.schedule.estimate import Alike, Job
+from hexiseq.schedule.drafts import Draft, written
+from hexiseq.schedule.estimate import Alike, Job, kind_of
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.groups import Nodes
 from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
@@ -259,8 +260,9 @@ def test_manual_plans_are_checked():
     with pytest.raises(ValueError, match="go together"):
         solve(cluster, work, "manual")
     big = job(seq_len=1 << 20)
+    ring = kind_of(even_grid("ring", big, len(cluster.places), 1), np.arange(len(cluster.places))[None])
     with pytest.raises(OutOfMemory, match="would fit"):
-        solve(cluster, big, "manual", manual=even_grid("ring", big, cluster.places, 1))
+        solve(cluster, big, "manual", manual=written(Draft(Job(cluster, cluster.places, big), (ring,)), "ring"))
 
 
 def without_time(plan: Plan) -> Plan:
