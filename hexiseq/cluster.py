@@ -45,6 +45,8 @@ class Device:
             the root of queries times keys; between two edges linear in their logarithm, beyond the ends constant. They
             ascend, the last one is 1. Empty: 1 everywhere.
         causal_curve: the same of causal squares, whose last fraction may be below 1. Empty: as `attention_curve`.
+        host_gb_per_s: achieved copying between device and pinned host memory, either way; None: not known, and no job
+            with the device offloads.
     """
 
     type: str
@@ -63,6 +65,7 @@ class Device:
     names: tuple[str, ...] = ()
     attention_curve: Curve = ()
     causal_curve: Curve = ()
+    host_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"device type {self.type!r}"
@@ -72,6 +75,8 @@ class Device:
             for item in _items(where, name, getattr(self, name), "texts"):
                 _check_text(where, name, item)
         for field in dataclasses.fields(self):
+            if field.name == "host_gb_per_s" and self.host_gb_per_s is None:
+                continue
             if field.name.endswith(("_tflops", "_gb_per_s", "memory_gb")):
                 _check_positive(where, field.name, getattr(self, field.name))
             elif field.name in ("overhead_gb", "launch_us"):
@@ -128,7 +133,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Node:
-    """A class of ``count`` identical nodes. Network bandwidth is ``nics * nic_gb_per_s`` per node and direction."""
+    """A class of ``count`` identical nodes. Network bandwidth is ``nics * nic_gb_per_s`` per node and direction.
+
+    `host_memory_gb` is all memory of a node's host; None: not known, and no job on the node offloads.
+    """
 
     name: str
     seats: tuple[Seat, ...]
@@ -136,6 +144,7 @@ class Node:
     nics: int
     nic_gb_per_s: float
     count: int = 1
+    host_memory_gb: float | None = None
 
     def __post_init__(self) -> None:
         where = f"node {self.name!r}"
@@ -143,6 +152,8 @@ class Node:
             raise ValueError(f"{where}: has no devices")
         for name in ("intra_gb_per_s", "nics", "nic_gb_per_s"):
             _check_positive(where, name, getattr(self, name))
+        if self.host_memory_gb is not None:
+            _check_positive(where, "host_memory_gb", self.host_memory_gb)
         for name in ("nics", "count"):
             _check_count(where, name, getattr(self, name))
 
@@ -273,8 +284,8 @@ class Cluster:
         """Build from plain containers, as ``conf/cluster/*.yaml`` resolves to.
 
         Keys: ``name``; ``gpus``: catalogue entries by type; ``nodes``: list of ``name``, ``count``, ``devices`` (list
-        of ``type``, ``count``, ``cores``, ``quota``), ``intra_gb_per_s``, ``nics``, ``nic_gb_per_s``; ``links``: list
-        of ``nodes`` (two names) and ``gb_per_s``; ``namespaces``.
+        of ``type``, ``count``, ``cores``, ``quota``), ``intra_gb_per_s``, ``nics``, ``nic_gb_per_s``,
+        ``host_memory_gb``; ``links``: list of ``nodes`` (two names) and ``gb_per_s``; ``namespaces``.
 
         Raises:
             ValueError: naming the key, its value and what is allowed.
@@ -297,6 +308,23 @@ class Cluster:
         return Cluster(_label(where, "name", config["name"]), nodes, tuple(links), config.get("namespaces", False))
 
 
+def offload_lacks(places: Sequence[Place]) -> str:
+    """What is not known of these places that a job needs to keep layers' inputs in host memory, and where to say it.
+
+    Empty where all is known.
+    """
+    for device in {id(place.device): place.device for place in places}.values():
+        if device.host_gb_per_s is None:
+            return (
+                f"device type {device.type} has no host_gb_per_s, the GB/s it copies to and from host memory; add it "
+                f"to its catalogue entry (cluster.gpus.{device.type}.host_gb_per_s)"
+            )
+    for node in {id(place.node_class): place.node_class for place in places}.values():
+        if node.host_memory_gb is None:
+            return f"node {node.name} has no host_memory_gb, the GB of its host's memory; add it to the cluster's node"
+    return ""
+
+
 def gres_of(device_type: str, names: Mapping[str, str]) -> str:
     """What a Slurm site calls a device type: as `names` says, else the text before its first underscore.
 
@@ -313,7 +341,7 @@ def device_from_config(config: Mapping[str, Any]) -> Device:
 def _device(name: Any, entry: Mapping[str, Any]) -> Device:
     fields = dataclasses.fields(Device)
     required = tuple(f.name for f in fields if f.default is dataclasses.MISSING)
-    optional = ("names", "attention_curve", "causal_curve")
+    optional = ("names", "attention_curve", "causal_curve", "host_gb_per_s")
     _check_keys(f"gpus.{name}", entry, required=required, optional=optional)
     where = f"gpus.{name}"
     tuples = {key: _items(where, key, entry.get(key), "texts", optional=key == "names") for key in ("dtypes", "names")}
@@ -328,7 +356,7 @@ def _device(name: Any, entry: Mapping[str, Any]) -> Device:
 def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device]) -> Node:
     where = f"{where}: node {_name(entry)!r}"
     required = ("name", "devices", "intra_gb_per_s", "nics", "nic_gb_per_s")
-    _check_keys(where, entry, required=required, optional=("count",))
+    _check_keys(where, entry, required=required, optional=("count", "host_memory_gb"))
     seats: list[Seat] = []
     for item in _items(where, "devices", entry["devices"], "mappings"):
         _check_keys(f"{where}: device", item, required=("type",), optional=("count", "cores", "quota"))
@@ -347,7 +375,10 @@ def _node(where: str, entry: Mapping[str, Any], catalogue: Mapping[str, Device])
             )
         seats += [Seat(catalogue[item["type"]], cores, item.get("quota"))] * count
     rest = {key: entry[key] for key in ("intra_gb_per_s", "nics", "nic_gb_per_s")}
-    return Node(_label(where, "name", entry["name"]), tuple(seats), **rest, count=entry.get("count", 1))
+    host = entry.get("host_memory_gb")
+    return Node(
+        _label(where, "name", entry["name"]), tuple(seats), **rest, count=entry.get("count", 1), host_memory_gb=host
+    )
 
 
 def _check_keys(where: str, entry: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:

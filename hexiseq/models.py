@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from hexiseq.attention import attend
-from hexiseq.plan import RECOMPUTE_MODES, Plan
+from hexiseq.offload import HostInputs
+from hexiseq.plan import NO_OFFLOAD, RECOMPUTE_MODES, Plan
 
 IGNORED = -100
 NAME = "hexiseq"
@@ -151,21 +153,32 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def apply_recompute(model: PreTrainedModel, mode: str) -> None:
+def apply_recompute(model: PreTrainedModel, mode: str, *, offload: bool = False) -> HostInputs | None:
     """Recompute activations in backward, per decoder layer.
 
     ``selective`` keeps what `attend` returned and recomputes the rest, so that no ring runs twice; ``full`` runs it
     again. All ranks must use the same mode: it decides which collectives run.
+
+    Args:
+        offload: keep the layers' inputs in host memory meanwhile.
+
+    Returns:
+        With `offload`, where they are.
     """
     if mode not in RECOMPUTE_MODES:
         raise ValueError(f"recompute {mode!r} is not one of {', '.join(RECOMPUTE_MODES)}")
+    if offload and mode == "none":
+        raise ValueError(NO_OFFLOAD)
     if mode == "none":
-        return
+        return None
     settings = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
-    run = partial(_checkpointed, settings if mode == "selective" else {})
     layers = decoder_layers(model)
+    inputs = HostInputs(len(layers)) if offload else None
     for index, layer in enumerate(layers):
+        saving = partial(inputs.saving, index) if inputs is not None else None
+        run = partial(_checkpointed, settings if mode == "selective" else {}, saving)
         layers[index] = checkpoint_wrapper(layer, checkpoint_fn=run)
+    return inputs
 
 
 def materialize(model: PreTrainedModel, part: nn.Module, seed: int, device: torch.device) -> None:
@@ -284,8 +297,14 @@ def _no_mask(
     return local_size
 
 
-def _checkpointed(settings: Mapping[str, Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a decoder layer, and once more in backward with the same documents: by then another batch may be in hand."""
+def _checkpointed(
+    settings: Mapping[str, Any], saving: Callable[[Tensor], Any] | None, layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a decoder layer, and once more in backward with the same documents: by then another batch may be in hand.
+
+    Args:
+        saving: given the layer's input, a context in which that is saved elsewhere.
+    """
     holder: PlanHolder = layer._hexiseq
     documents = holder.documents
 
@@ -296,7 +315,10 @@ def _checkpointed(settings: Mapping[str, Any], layer: Any, *args: Any, **kwargs:
         finally:
             holder.documents = in_hand
 
-    return checkpoint(run, *args, use_reentrant=False, **settings, **kwargs)
+    if saving is not None and not args:
+        raise ValueError(f"{type(layer).__name__} is not given its input first; set strategy.offload=false")
+    with saving(args[0]) if saving is not None and torch.is_grad_enabled() else nullcontext():
+        return checkpoint(run, *args, use_reentrant=False, **settings, **kwargs)
 
 
 def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

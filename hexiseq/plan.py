@@ -32,6 +32,10 @@ POLICIES = ("hexiseq", "ring", "ulysses", "usp", "loongtrain", "even", "fast_onl
 # What a plan says about itself; nothing that ranks execute depends on it.
 NOTES = ("policy", "predicted", "bound", "gap", "solve_seconds", "rivals", "gains")
 RECOMPUTE_MODES = ("none", "selective", "full")
+NO_OFFLOAD = (
+    "offload takes layers' inputs to host memory, and with recompute none a layer keeps much else; use recompute "
+    "selective or full"
+)
 EXCHANGES = ("ring", "allgather")
 # auto: each rank takes the best its device and installation can run, and logs why.
 KERNELS = ("torch_flash", "torch_efficient", "flash_attn2", "flash_attn3", "cpu", "dense", "auto")
@@ -123,7 +127,11 @@ class ExcludedDevice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model expects of a plan (`hexiseq.cost`). Seconds are per optimizer step, on the slowest path."""
+    """What the cost model expects of a plan (`hexiseq.cost`). Seconds are per optimizer step, on the slowest path.
+
+    With offload `host_copy_seconds` is what copies to host memory and back take, overlapped or not, and
+    `host_memory_gb` what each rank holds in its node's memory.
+    """
 
     step_seconds: float
     tokens_per_second: float
@@ -133,6 +141,8 @@ class Prediction:
     parameter_seconds: float
     memory_gb: tuple[float, ...]
     memory_limit_gb: tuple[float, ...]
+    host_copy_seconds: float = 0.0
+    host_memory_gb: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,7 @@ class Plan:
         fusion: consecutive ring slots fused into one kernel call; part of the plan so that results repeat.
         exchange: how KV crosses groups, one of `EXCHANGES`: slot by slot from group to group, or all at one time.
         recompute: one of `RECOMPUTE_MODES`, the same on all ranks: it decides which collectives run.
+        offload: whether the layers' inputs wait for backward in host memory; not with recompute ``none``.
         dtype: one of `DTYPES`, of parameters in compute and of activations.
         devices: per rank.
 
@@ -193,6 +204,7 @@ class Plan:
     fusion: int
     exchange: str
     recompute: str
+    offload: bool = dataclasses.field(default=False, kw_only=True)
     dtype: str
     replicas: tuple[Replica, ...]
     devices: tuple[RankDevice, ...]
@@ -292,6 +304,7 @@ class Plan:
             self.predicted,
             memory_gb=permute(self.predicted.memory_gb),
             memory_limit_gb=permute(self.predicted.memory_limit_gb),
+            host_memory_gb=permute(self.predicted.host_memory_gb) if self.predicted.host_memory_gb else (),
         )
         return dataclasses.replace(self, replicas=replicas, devices=permute(self.devices), predicted=predicted)
 
@@ -459,6 +472,8 @@ def table(plan: Plan) -> str:
         if plan.predicted:
             used, limit = plan.predicted.memory_gb[shard.rank], plan.predicted.memory_limit_gb[shard.rank]
             memory = f"{used:.3g}/{limit:.3g} GB"
+            if plan.predicted.host_memory_gb:
+                memory += f", host {plan.predicted.host_memory_gb[shard.rank]:.3g} GB"
         rows.append([
             str(shard.rank), device.type, device.node, str(replica), str(group), f"{shard.num_tokens:,}",
             f"{shard.num_tokens / plan.seq_len:.1%}", f"{shard.heads[0]}-{shard.heads[1]} ({shard.num_heads})",
@@ -466,7 +481,8 @@ def table(plan: Plan) -> str:
         ])  # fmt: skip
     lines = [
         f"plan: policy {plan.policy}, {plan.seq_len:,} tokens, {plan.num_heads} query / {plan.num_kv_heads} KV heads, "
-        f"slot {plan.slot:,}, fusion {plan.fusion}, exchange {plan.exchange}, recompute {plan.recompute}, {plan.dtype}",
+        f"slot {plan.slot:,}, fusion {plan.fusion}, exchange {plan.exchange}, recompute {plan.recompute}"
+        f"{', offload' if plan.offload else ''}, {plan.dtype}",
         *align(header, rows),
     ]
     for d in dict.fromkeys(plan.excluded):
@@ -477,7 +493,8 @@ def table(plan: Plan) -> str:
             f"predicted: {p.step_seconds:.4g} s a step, {p.tokens_per_second:,.0f} tokens/s (compute "
             f"{p.compute_seconds:.3g} s, all-to-all {p.all_to_all_seconds:.3g} s, "
             f"{plan.exchange} {p.ring_seconds:.3g} s, "
-            f"parameters {p.parameter_seconds:.3g} s)"
+            f"parameters {p.parameter_seconds:.3g} s"
+            f"{f', host copies {p.host_copy_seconds:.3g} s' if plan.offload else ''})"
         )
     if plan.bound is not None and plan.gap is not None:
         lines.append(f"bound: no plan beats {plan.bound.step_seconds:.4g} s; gap {plan.gap:.1%}")
@@ -544,6 +561,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"plan: {path} must be a list, got {value!r}")
         return tuple(_read(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if kind is bool and not isinstance(value, bool):
+        raise ValueError(f"plan: {path} must be true or false, got {value!r}")
     if kind is int and not _is_integer(value):
         raise ValueError(f"plan: {path} must be an integer, got {value!r}")
     if kind is float and not (_is_integer(value) or (isinstance(value, float) and math.isfinite(value))):
@@ -582,10 +601,15 @@ def _check_scalars(plan: Plan) -> None:
     choose("exchange", plan.exchange, EXCHANGES)
     choose("recompute", plan.recompute, RECOMPUTE_MODES)
     choose("dtype", plan.dtype, tuple(DTYPES))
+    if not isinstance(plan.offload, bool):
+        raise ValueError(f"plan: offload must be true or false, got {plan.offload!r}")
+    if plan.offload and plan.recompute == "none":
+        raise ValueError(f"plan: {NO_OFFLOAD}")
     for rank, device in enumerate(plan.devices):
         choose(f"devices[{rank}].kernel", device.kernel, KERNELS)
-    for name in ("memory_gb", "memory_limit_gb") if plan.predicted else ():
-        if (length := len(getattr(plan.predicted, name))) != plan.world_size:
+    for name in ("memory_gb", "memory_limit_gb", "host_memory_gb") if plan.predicted else ():
+        length = len(getattr(plan.predicted, name))
+        if length != plan.world_size and not (name == "host_memory_gb" and length == 0):
             raise ValueError(f"plan: predicted.{name} must have a number for each of {plan.world_size} devices, "
                              f"got {length}")  # fmt: skip
     for name in ("seq_len", "num_heads", "num_kv_heads", "fusion"):

@@ -102,6 +102,7 @@ def rehearse_cluster(plan: Plan, core: Device, cores: int) -> Cluster:
                 attention_forward_tflops=core.attention_forward_tflops * share,
                 attention_backward_tflops=core.attention_backward_tflops * share,
                 hbm_gb_per_s=core.hbm_gb_per_s * share,
+                host_gb_per_s=core.hbm_gb_per_s * share / 2,  # reads and writes the one memory there is
                 launch_us=core.launch_us / share,
             )
         )
@@ -113,7 +114,14 @@ def rehearse_cluster(plan: Plan, core: Device, cores: int) -> Cluster:
     return Cluster(
         "rehearsal",
         tuple(
-            Node(name, tuple(there), intra_gb_per_s=bandwidth, nics=1, nic_gb_per_s=bandwidth)
+            Node(
+                name,
+                tuple(there),
+                intra_gb_per_s=bandwidth,
+                nics=1,
+                nic_gb_per_s=bandwidth,
+                host_memory_gb=core.memory_gb * len(there),
+            )
             for name, there in seats.items()
         ),
     )

@@ -285,7 +285,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
         Raises:
             ValueError: the plan changes more than slots, tokens and heads.
         """
-        for name in ("seq_len", "num_heads", "num_kv_heads", "exchange", "recompute", "dtype", "devices"):
+        for name in ("seq_len", "num_heads", "num_kv_heads", "exchange", "recompute", "offload", "dtype", "devices"):
             if getattr(plan, name) != getattr(self.plan, name):
                 raise ValueError(f"a running job cannot change {name} of its plan, from {getattr(self.plan, name)} to "
                                  f"{getattr(plan, name)}")  # fmt: skip
@@ -325,7 +325,7 @@ class HexiSeqStrategy(ModelParallelStrategy):
                 raise ValueError("a model on the meta device needs the seed of its initial weights")
         self._holder = PlanHolder(self.plan)
         prepare(model, self._holder)
-        apply_recompute(model, self.plan.recompute)
+        apply_recompute(model, self.plan.recompute, offload=self.plan.offload)
         gathered = _PARAMETERS[self.plan.dtype][1]
         policy = (
             MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hexiseq.plan import DTYPES, RECOMPUTE_MODES
+from hexiseq.plan import DTYPES, NO_OFFLOAD, RECOMPUTE_MODES
 
 # Parameters, gradients and two Adam moments are kept in fp32, sharded over all ranks.
 STATE_BYTES_PER_PARAMETER = 16
@@ -163,6 +163,7 @@ class Workload:
         sequences: sequences of one micro-step over all replicas.
         accumulation: micro-steps of an optimizer step.
         keep_parameters: keep gathered parameters after forward (``reshard_after_forward=False``).
+        offload: keep the layers' inputs in host memory from forward to backward; with recompute alone.
     """
 
     model: ModelShape
@@ -172,12 +173,14 @@ class Workload:
     sequences: int
     accumulation: int
     keep_parameters: bool
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelShape):
             raise ValueError(f"workload: model must be a ModelShape, got {self.model!r}")
-        if not isinstance(self.keep_parameters, bool):
-            raise ValueError(f"workload: keep_parameters must be true or false, got {self.keep_parameters!r}")
+        for name in ("keep_parameters", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"workload: {name} must be true or false, got {getattr(self, name)!r}")
         for name, least in (("seq_len", 2), ("sequences", 1), ("accumulation", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -185,6 +188,8 @@ class Workload:
         for name, choices in (("dtype", tuple(DTYPES)), ("recompute", RECOMPUTE_MODES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"workload: {name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        if self.offload and self.recompute == "none":
+            raise ValueError(f"workload: {NO_OFFLOAD}")
 
     @property
     def element_bytes(self) -> int:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hexiseq import launch, picture, testbed
-from hexiseq.cluster import Cluster, Place, device_from_config
+from hexiseq.cluster import Cluster, Place, device_from_config, offload_lacks
 from hexiseq.cost import match_places, predict
-from hexiseq.plan import DTYPES, RECOMPUTE_MODES, Plan, RankDevice, table
+from hexiseq.plan import DTYPES, NO_OFFLOAD, RECOMPUTE_MODES, Plan, RankDevice, table
 from hexiseq.rehearsal import rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.schedule import modes, solve_modes
 from hexiseq.workload import ModelShape, Workload
@@ -134,11 +134,14 @@ def solve_config(config: Config, *, members: Sequence[launch.Member] | None = No
         manual = Plan.load(strategy["plan"])
     elif strategy["plan"]:
         raise ValueError(f"strategy.plan={strategy['plan']} is only read by strategy=manual, not {strategy['policy']}")
-    recompute, keep = strategy["recompute"], strategy["keep_parameters"]
+    recompute, keep, offload = strategy["recompute"], strategy["keep_parameters"], strategy["offload"]
     if manual is not None:  # a plan has a mode
         recompute = manual.recompute if recompute == "auto" else recompute
         keep = False if keep == "auto" else keep
-    open_modes = modes(workload, None if recompute == "auto" else recompute, None if keep == "auto" else keep)
+        offload = manual.offload if offload == "auto" else offload
+    if offload == "auto" and offload_lacks(cluster.places):
+        offload = False
+    open_modes = modes(workload, *(None if choice == "auto" else choice for choice in (recompute, keep, offload)))
     # Ranks started here sit on the GPUs in their order, so that none that was detected can be left out.
     seated = present is not None or (not config.get("cluster") and any(d.vendor != "cpu" for d in cluster.devices))
     plan, workload = solve_modes(
@@ -200,7 +203,7 @@ def prepare(config: Config, run_dir: Path, *, members: Sequence[launch.Member] |
     cluster, workload, plan = solve_config(config, members=members)
     if config["ckpt_path"] == "auto":
         config = {**config, "ckpt_path": newest_checkpoint(run_dir)}
-    config = {**config, "strategy": {**config["strategy"], "recompute": plan.recompute,
+    config = {**config, "strategy": {**config["strategy"], "recompute": plan.recompute, "offload": plan.offload,
                                      "keep_parameters": workload.keep_parameters}}  # fmt: skip
     if plan.dtype == "float16":
         lacking = ", ".join(d.type for d in cluster.devices if "bfloat16" not in d.dtypes) or "the configuration"
@@ -452,12 +455,15 @@ def _check(config: Config) -> None:
     strategy = config["strategy"]
     if not isinstance(strategy["drop_devices"], bool):
         raise ValueError(f"strategy.drop_devices must be true or false, got {strategy['drop_devices']!r}")
-    if strategy["keep_parameters"] != "auto" and not isinstance(strategy["keep_parameters"], bool):
-        raise ValueError(f"strategy.keep_parameters must be true, false or auto, got {strategy['keep_parameters']!r}")
+    for key in ("keep_parameters", "offload"):
+        if strategy[key] != "auto" and not isinstance(strategy[key], bool):
+            raise ValueError(f"strategy.{key} must be true, false or auto, got {strategy[key]!r}")
     if strategy["recompute"] not in (*RECOMPUTE_MODES, "auto"):
         raise ValueError(
             f"strategy.recompute {strategy['recompute']!r} is not one of {', '.join(RECOMPUTE_MODES)}, auto"
         )
+    if strategy["offload"] is True and strategy["recompute"] == "none":
+        raise ValueError(f"strategy.offload=true with strategy.recompute=none: {NO_OFFLOAD}")
 
 
 def announce(job: Job) -> None:

@@ -45,7 +45,7 @@ def report(plan: Plan, simulation: StepSimulation, stalls: int) -> list[str]:
     lines = [
         f"{plan.policy} plan, replicas of {_layout(plan)} ranks, "
         f"{plan.seq_len:,} tokens, slot {plan.slot:,}, fusion {plan.fusion}, exchange {plan.exchange}, "
-        f"recompute {plan.recompute}",
+        f"recompute {plan.recompute}{', offload' if plan.offload else ''}",
         f"simulated: {step:.4g} s a step, {simulation.tokens_per_second:,.0f} tokens/s, "
         f"utilisation {simulation.utilisation:.1%}",
         f"predicted: {predicted.step_seconds:.4g} s a step, {predicted.tokens_per_second:,.0f} tokens/s; "
@@ -88,7 +88,7 @@ def describe_stalls(plan: Plan, simulation: StepSimulation) -> list[str]:
         who, whom = (_ranks(plan, sorted(ranks)) for ranks in (seconds, {stall.peer for stall in stalls}))
         if late:
             cause = f"{whom} still at work; {main.wire}"
-        elif kind in COLLECTIVES:
+        elif kind in COLLECTIVES or kind == "host copy":
             cause = f"transfers under way; {main.wire}"
         else:
             cause = f"transfers under way, {whom} at the other end; {main.wire}"

@@ -72,6 +72,22 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
         ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
         ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),
+        ((*H100_A100, "strategy.offload=maybe"), 2, ["strategy.offload must be true, false or auto, got 'maybe'"]),
+        (
+            (*H100_A100, "strategy.offload=true", "strategy.recompute=none"),
+            2,
+            ["strategy.offload=true with strategy.recompute=none: offload", "use recompute selective or full"],
+        ),
+        (
+            (*H100_A100, "strategy.offload=true"),
+            2,
+            ["offload: node h100 has no host_memory_gb", "strategy.offload=false"],
+        ),
+        (
+            ("recipe=plan", "+cluster=cpu_mixed", "strategy.offload=true"),
+            2,
+            ["device type cpu_core has no host_gb_per_s", "cluster.gpus.cpu_core.host_gb_per_s"],
+        ),
         ((*H100_A100, "strategy=manual", "strategy.plan=nowhere.json"), 2, ["plan file nowhere.json: No such file"]),
         ((*H100_A100, "strategy=manual"), 2, ["strategy.plan"]),
         ((*H100_A100, "strategy.plan=plan.json"), 2, ["only read by strategy=manual"]),
@@ -235,13 +251,17 @@ def test_sweep_runs_each_job_once_and_goes_on_past_an_illegal_one(call, tmp_path
 
 @pytest.mark.slow
 def test_rehearsal_keeps_the_real_plans_cuts(call) -> None:
+    hosts = [f"+cluster.nodes.{node}.host_memory_gb=1000" for node in (0, 1)]
     answer = call(
-        "+cluster=h100_a100", "trainer.max_steps=2", "trainer.validate_every=null", "recipe.rehearsal.seq_len=512"
-    )
+        "+cluster=h100_a100", "trainer.max_steps=2", "trainer.validate_every=null", "recipe.rehearsal.seq_len=512",
+        "strategy.recompute=full", "strategy.offload=true", *hosts,
+    )  # fmt: skip
     assert answer.code == 0, answer.err
     assert "REHEARSAL" in answer.out
     target, ran = (Plan.load(answer.run_dir / name) for name in ("plan.target.json", "plan.json"))
     assert (target.world_size, ran.world_size) == (8, 8)
+    assert (target.offload, ran.offload) == (True, True)
+    assert sum(target.predicted.host_memory_gb) == pytest.approx(65536 * 32 * 4096 * 2 / 1e9)
     for there, here in zip(target.shards(), ran.shards(), strict=True):
         assert there.heads == here.heads
         assert here.num_tokens / ran.seq_len == pytest.approx(there.num_tokens / target.seq_len, abs=2 / ran.seq_len)

@@ -7,20 +7,20 @@ estimates. Arrays are indexed by rank.
 
 from hexiseq.cost.bound import bound, compute_bound, devices_bound, lower_bound, with_prediction
 from hexiseq.cost.layout import Counts, Kind, Layout, alike_replicas, make_layout, replica_kinds
-from hexiseq.cost.matching import check_workload, match_places
+from hexiseq.cost.matching import check_offload, check_workload, match_places
 from hexiseq.cost.memory import (
     MEMORY_FRACTION,
     OutOfMemory,
-    alike_memory_gb,
     attention_bytes,
     check_memory,
-    kinds_memory_gb,
+    lacking_gb,
     least_token_bytes,
     longest_length,
     memory_gb,
     most_tokens,
     token_bytes,
     token_capacity,
+    with_memory,
 )
 from hexiseq.cost.step import (
     BACKWARD_ATTENTION,
@@ -28,6 +28,7 @@ from hexiseq.cost.step import (
     ReplicaCost,
     assess,
     busy_seconds,
+    copy_seconds,
     exposed_seconds,
     layer_bytes,
     optimizer_seconds,
@@ -52,19 +53,20 @@ __all__ = [
     "ReplicaCost",
     "Wires",
     "accumulator_bytes",
-    "alike_memory_gb",
     "alike_replicas",
     "assess",
     "attention_bytes",
     "bound",
     "busy_seconds",
     "check_memory",
+    "check_offload",
     "check_workload",
     "compute_bound",
+    "copy_seconds",
     "devices_bound",
     "exposed_seconds",
     "exposed_traffic",
-    "kinds_memory_gb",
+    "lacking_gb",
     "layer_bytes",
     "least_token_bytes",
     "longest_length",
@@ -82,5 +84,6 @@ __all__ = [
     "token_bytes",
     "token_capacity",
     "token_seconds",
+    "with_memory",
     "with_prediction",
 ]

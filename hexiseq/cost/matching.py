@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hexiseq.cluster import Cluster, Place
+from collections.abc import Sequence
+
+from hexiseq.cluster import Cluster, Place, offload_lacks
 from hexiseq.plan import Plan
 from hexiseq.workload import Workload
 
@@ -16,10 +18,17 @@ def check_workload(plan: Plan, workload: Workload) -> None:
         ("num_kv_heads", plan.num_kv_heads, model.kv_heads),
         ("dtype", plan.dtype, workload.dtype),
         ("recompute", plan.recompute, workload.recompute),
+        ("offload", plan.offload, workload.offload),
         ("sequences of a micro-step", plan.sequences, workload.sequences),
     ):
         if planned != wanted:
             raise ValueError(f"the plan's {name} is {planned}, the workload's {wanted}; make a new plan for this job")
+
+
+def check_offload(workload: Workload, places: Sequence[Place]) -> None:
+    """Raise ValueError when the workload offloads and these places do not say what that takes."""
+    if workload.offload and (lacking := offload_lacks(places)):
+        raise ValueError(f"offload: {lacking}, or set strategy.offload=false")
 
 
 def match_places(plan: Plan, cluster: Cluster) -> tuple[Place, ...]:

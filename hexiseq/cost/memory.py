@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cluster import Cluster, Device, Place, offload_lacks
 from hexiseq.cost.layout import Kind, Layout, common_heads, replica_kinds
-from hexiseq.cost.matching import match_places
-from hexiseq.cost.traffic import GB, Devices, accumulator_bytes, group_tokens
-from hexiseq.plan import Plan
+from hexiseq.cost.matching import check_offload, match_places
+from hexiseq.cost.traffic import GB, Devices, Wires, accumulator_bytes, group_tokens
+from hexiseq.plan import Plan, Prediction
 from hexiseq.workload import STATE_BYTES_PER_PARAMETER, Workload
 
 MEMORY_FRACTION = 0.95  # of a device's memory a plan may fill; the rest is the allocator's fragmentation
+HOST_MEMORY_FRACTION = 0.8  # of a host's memory that layers' inputs may fill; the rest is for all else it runs
+INPUTS_HELD = 2  # layers' inputs on the device with offload: that of the layer at work and one on its way
 LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at one time
 SEARCHED = 32  # numbers of tokens weighed together when the most that fit are sought
 
@@ -30,6 +32,7 @@ class OutOfMemory(ValueError):
         lacking_gb: GB above the limit.
         fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
         full_fits_seq_len: the same with ``recompute=full``; asked for only when nothing else fits.
+        offload: with which offload the same split would fit, in words; empty where with none.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class OutOfMemory(ValueError):
         rank: int = -1,
         lacking_gb: float = math.nan,
         full_fits_seq_len: int = 0,
+        offload: str = "",
     ) -> None:
         remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
         if recompute != "full" and fits_seq_len >= 2:
@@ -48,22 +52,31 @@ class OutOfMemory(ValueError):
             remedies.append(
                 f"no sequence fits with recompute={recompute}, with recompute=full seq_len {full_fits_seq_len:,} would"
             )
-        elif fits_seq_len < 2:
+        elif fits_seq_len < 2 and not offload:
             remedies.append("no sequence fits beside the parameters: use more devices or a smaller model")
+        if offload:
+            remedies.append(f"{offload} would fit")
         super().__init__(f"{problem}; {'; '.join(remedies)}")
         self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
-        self.full_fits_seq_len = full_fits_seq_len
+        self.full_fits_seq_len, self.offload = full_fits_seq_len, offload
 
 
 def token_bytes(workload: Workload) -> tuple[float, float]:
-    """Bytes a token leaves on its rank: kept per layer until backward, and while one layer is worked on."""
+    """Bytes a token leaves on its rank: kept of all layers until backward, and while one layer is worked on."""
     model, size = workload.model, workload.element_bytes
     q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     # Input, two norms, residual; q, k, v and out; gate, up, activation and their product.
     everything = (4 * model.hidden + 2 * q + kv + 4 * model.intermediate) * size
-    kept = {"none": everything, "selective": (model.hidden + q) * size, "full": model.hidden * size}
-    working = 0 if workload.recompute == "none" else everything
-    return float(kept[workload.recompute]), float(working)
+    if workload.recompute == "none":
+        return float(model.layers * everything), 0.0
+    inputs = min(INPUTS_HELD, model.layers) if workload.offload else model.layers
+    outputs = model.layers if workload.recompute == "selective" else 0  # of attention
+    return float((inputs * model.hidden + outputs * q) * size), float(everything)
+
+
+def host_token_bytes(workload: Workload) -> int:
+    """Bytes a token leaves in the memory of its rank's host: the inputs of all layers, with offload."""
+    return workload.model.layers * workload.model.hidden * workload.element_bytes if workload.offload else 0
 
 
 def state_bytes(workload: Workload) -> float:
@@ -98,12 +111,33 @@ def kinds_memory_gb(kinds: Sequence[Kind], workload: Workload, devices: Devices)
     return fixed + share, MEMORY_FRACTION * devices.each("memory_gb")
 
 
-def alike_memory_gb(kinds: Sequence[Kind], workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
-    """The same of one replica of each kind, ranks of one after those of the other."""
-    own = devices.subset(np.concatenate([kind.ranks[0] for kind in kinds]))
-    used = fixed_bytes(workload, len(devices.index)) / GB + own.each("overhead_gb")
+def with_memory(predicted: Prediction, kinds: Sequence[Kind], workload: Workload, devices: Devices) -> Prediction:
+    """The prediction with the memory of each rank of a job of these replicas."""
+    used, limit = kinds_memory_gb(kinds, workload, devices)
+    hosted = np.zeros(len(used))
+    for kind in kinds:
+        hosted[kind.ranks] = _hosted_gb(kind.layout, workload)
+    return dataclasses.replace(
+        predicted,
+        memory_gb=tuple(used.tolist()),
+        memory_limit_gb=tuple(limit.tolist()),
+        host_memory_gb=tuple(hosted.tolist()) if workload.offload else (),
+    )
+
+
+def lacking_gb(kinds: Sequence[Kind], workload: Workload, wires: Wires) -> np.ndarray:
+    """GB that ranks lack, of their device's or of their host's memory; negative where some is left.
+
+    Of one replica of each kind, ranks of one after those of the other.
+    """
+    own = wires.devices.subset(np.concatenate([kind.ranks[0] for kind in kinds]))
+    used = fixed_bytes(workload, len(wires)) / GB + own.each("overhead_gb")
     used += np.concatenate([_share_gb(kind.layout, workload) for kind in kinds])
-    return used, MEMORY_FRACTION * own.each("memory_gb")
+    lacking = used - MEMORY_FRACTION * own.each("memory_gb")
+    if workload.offload:
+        hosts = [_host_memory_gb(kind, workload, wires) for kind in kinds]
+        lacking = np.maximum(lacking, np.concatenate([held - room for held, room in hosts]))
+    return lacking
 
 
 def attention_bytes(plan: Plan, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -404,19 +438,41 @@ def _held_gb(layout: Layout, at: _Attention, tokens: np.ndarray, workload: Workl
     layer = batch * tokens * working + np.maximum(attention, mlp)
     logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
     loss = batch * (logits + tokens * model.hidden * size)
-    return (batch * (model.layers * tokens * kept + lse) + np.maximum(layer, loss)) / GB
+    return (batch * (tokens * kept + lse) + np.maximum(layer, loss)) / GB
 
 
-def most_tokens(kind: Kind, workload: Workload, devices: Devices) -> tuple[np.ndarray, np.ndarray]:
+def _hosted_gb(layout: Layout, workload: Workload) -> np.ndarray:
+    """GB of layers' inputs that each rank of a replica keeps in host memory."""
+    return layout.sequences * layout.tokens * host_token_bytes(workload) / GB
+
+
+def _host_room_gb(ranks: np.ndarray, wires: Wires) -> np.ndarray:
+    """GB of its host's memory that are for each of these ranks: as many as for every other of the job there."""
+    return HOST_MEMORY_FRACTION * wires.host_memory_gb[ranks] / np.bincount(wires.node)[wires.node[ranks]]
+
+
+def _host_memory_gb(kind: Kind, workload: Workload, wires: Wires) -> tuple[np.ndarray, np.ndarray]:
+    """GB that a replica keeps in the memory of each rank's host, and what is there for all its ranks.
+
+    Of replicas alike it is the one with least room.
+    """
+    _, at = np.unique(wires.node[kind.ranks[0]], return_inverse=True)
+    on_node = np.eye(at.max() + 1)[at]
+    held = _hosted_gb(kind.layout, workload) @ on_node
+    room = (_host_room_gb(kind.ranks, wires) @ on_node).min(0)
+    return held[at], room[at]
+
+
+def most_tokens(kind: Kind, workload: Workload, wires: Wires) -> tuple[np.ndarray, np.ndarray]:
     """What ranks of a replica can hold, with the heads, groups and slots there are.
 
     Returns:
         The most tokens of its group that each rank can hold, -1 where there is no room for its heads; and the part of
         the memory for its share that a rank takes without a token, infinite where there is no such memory.
     """
-    layout, at, own = kind.layout, _attention(kind.layout, workload), devices.subset(kind.ranks[0])
+    layout, at, own = kind.layout, _attention(kind.layout, workload), wires.devices.subset(kind.ranks[0])
     free = MEMORY_FRACTION * own.each("memory_gb")
-    free -= own.each("overhead_gb") + fixed_bytes(workload, len(devices.index)) / GB
+    free -= own.each("overhead_gb") + fixed_bytes(workload, len(wires)) / GB
     free *= 1 - 1e-12  # sums in another order must fit, too
     # Memory grows with tokens: between the most that is known to fit and the least that does not, ever finer.
     most, step = np.full(len(free), -1), workload.seq_len + 1
@@ -425,41 +481,89 @@ def most_tokens(kind: Kind, workload: Workload, devices: Devices) -> tuple[np.nd
         tokens = most + step * np.arange(1, SEARCHED + 1)[:, None]
         most = most + step * (_held_gb(layout, at, tokens, workload) <= free).sum(0)
     none = _held_gb(layout, at, np.zeros(len(free)), workload)
+    if workload.offload:  # a rank's part of its host's memory, so that its tokens do not hang on others'
+        room = _host_room_gb(kind.ranks, wires).min(0) * (1 - 1e-12)
+        most = np.minimum(most, np.floor(room * GB / (layout.sequences * host_token_bytes(workload))).astype(int))
     return np.minimum(most, workload.seq_len), np.where(free > 0, none / np.where(free > 0, free, 1.0), np.inf)
 
 
 def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
-    """Raise `OutOfMemory` for the rank that lacks most, saying what would fit; return when every rank fits."""
+    """Raise `OutOfMemory` for the rank that lacks most, or the node whose host does, saying what would fit.
+
+    Return when all fit.
+    """
     places = match_places(plan, cluster) if places is None else places
-    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, Devices.of(places))
-    limit = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places])
+    check_offload(workload, places)
+    wires = Wires(cluster, places)
+    if (found := _problem(plan, workload, places, wires)) is None:
+        return
+    problem, rank, lacking = found
+    full_fits = 0
+    if (fits := _fitting_length(plan, workload, wires)) < 2 and workload.recompute != "full":
+        full_fits = _fitting_length(plan, dataclasses.replace(workload, recompute="full"), wires)
+    offload = "" if workload.offload or offload_lacks(places) else _fitting_offload(plan, workload, places, wires)
+    raise OutOfMemory(problem, workload.recompute, fits, rank, lacking, full_fits, offload)
+
+
+def _problem(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> tuple[str, int, float] | None:
+    """The device that lacks most memory, or where all fit the host, in words; its rank, and the GB it lacks."""
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, wires.devices)
+    limit = MEMORY_FRACTION * wires.devices.each("memory_gb")
     lacking = fixed + share - limit
     rank = int(lacking.argmax())
-    if lacking[rank] <= 0:
-        return
-    full_fits = 0
-    if (fits := _fitting_length(plan, workload, places)) < 2 and workload.recompute != "full":
-        full = dataclasses.replace(workload, recompute="full")
-        full_fits = _fitting_length(plan, full, places)
     place = places[rank]
-    problem = (
-        f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.3g} GB of "
-        f"{limit[rank]:.3g} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.2g} GB too much, for "
-        f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
+    if lacking[rank] > 0:
+        words = (
+            f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.3g} GB of "
+            f"{limit[rank]:.3g} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.2g} GB too much, for "
+            f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
+        )
+        return words, rank, float(lacking[rank])
+    held, room = _hosts_gb(plan, workload, wires)
+    lacking = held - room
+    rank = int(lacking.argmax())
+    if lacking[rank] <= 0:
+        return None
+    words = (
+        f"node {places[rank].node_name} keeps {held[rank]:.3g} GB of layers' inputs in its host's memory, of "
+        f"{room[rank]:.3g} GB usable ({wires.host_memory_gb[rank]:g} GB), {lacking[rank]:.2g} GB too much"
     )
-    raise OutOfMemory(problem, workload.recompute, fits, rank, float(lacking[rank]), full_fits)
+    return words, rank, float(lacking[rank])
 
 
-def _fitting_length(plan: Plan, workload: Workload, places: Sequence[Place]) -> int:
+def _hosts_gb(plan: Plan, workload: Workload, wires: Wires) -> tuple[np.ndarray, np.ndarray]:
+    """What each rank's replica keeps in the memory of its host, and what is there for it, in GB; 0 without offload."""
+    held, room = np.zeros((2, plan.world_size))
+    for kind in replica_kinds(plan, wires.signature) if workload.offload else ():
+        held[kind.ranks], room[kind.ranks] = _host_memory_gb(kind, workload, wires)
+    return held, room
+
+
+def _fitting_offload(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> str:
+    """With which offload the plan's split would fit, in words; empty where with none."""
+    for recompute in dict.fromkeys((workload.recompute, "full")):
+        if recompute == "none":
+            continue
+        lighter = dataclasses.replace(workload, recompute=recompute, offload=True)
+        if _problem(plan, lighter, places, wires) is None:
+            return "offload=true" if recompute == workload.recompute else f"offload=true with recompute={recompute}"
+    return ""
+
+
+def _fitting_length(plan: Plan, workload: Workload, wires: Wires) -> int:
     """A length at which the plan's split fits for certain, 0 when there is none; near the largest."""
-    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, Devices.of(places))
-    free = MEMORY_FRACTION * np.array([place.device.memory_gb for place in places]) - fixed
+    fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, wires.devices)
+    free = MEMORY_FRACTION * wires.devices.each("memory_gb") - fixed
     share = np.maximum(share / plan.seq_len, 1e-15)
     # All but the loss chunk scales with the length; setting a whole one aside, or a row a token, never promises too
     # much.
     row = max(replica.sequences for replica in plan.replicas) * workload.model.vocab * 8 / GB
     chunk = min(LOSS_CHUNK_TOKENS, plan.seq_len) * row
-    return max(0, math.floor(np.min((free - chunk) / share)), math.floor(np.min(free / (share + row))))
+    fits = max(0, math.floor(np.min((free - chunk) / share)), math.floor(np.min(free / (share + row))))
+    held, room = _hosts_gb(plan, workload, wires)
+    if (kept := held > 0).any():
+        fits = min(fits, math.floor(plan.seq_len * (1 - 1e-12) * float((room[kept] / held[kept]).min())))
+    return fits
 
 
 def least_token_bytes(workload: Workload) -> float:
@@ -467,7 +571,7 @@ def least_token_bytes(workload: Workload) -> float:
     model = workload.model
     kept, working = token_bytes(workload)
     mlp = (2 * model.intermediate + 2 * model.hidden) * workload.element_bytes
-    return model.layers * kept + working + mlp
+    return kept + working + mlp
 
 
 def longest_length(workload: Workload, places: Sequence[Place]) -> int:

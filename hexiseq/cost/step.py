@@ -10,8 +10,8 @@ import numpy as np
 
 from hexiseq.cluster import Cluster, Device, Place
 from hexiseq.cost.layout import Kind, Layout, layout_of, replica_kinds
-from hexiseq.cost.matching import check_workload, match_places
-from hexiseq.cost.memory import kinds_memory_gb, state_bytes
+from hexiseq.cost.matching import check_offload, check_workload, match_places
+from hexiseq.cost.memory import state_bytes, with_memory
 from hexiseq.cost.traffic import (
     GB,
     Devices,
@@ -46,6 +46,7 @@ class ReplicaCost:
         kv, dkv: KV across groups in one pass (forward and backward alike), by the plan's exchange; dKV in backward.
         late_dkv: the part of dKV that leaves after the last kernel call: that of its slots, or gathered all.
         loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
+        copy: seconds in which the layer's input goes to host memory, or comes back; zeros without offload.
     """
 
     ranks: np.ndarray
@@ -64,6 +65,7 @@ class ReplicaCost:
     dkv: Flow
     late_dkv: Flow
     loss: np.ndarray
+    copy: np.ndarray
 
 
 def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> Prediction:
@@ -78,23 +80,22 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
         ValueError: the plan is for another workload, or names a device the cluster lacks.
     """
     check_workload(plan, workload)
-    wires = Wires(cluster, match_places(plan, cluster) if places is None else places)
+    places = match_places(plan, cluster) if places is None else places
+    check_offload(workload, places)
+    wires = Wires(cluster, places)
     kinds = replica_kinds(plan, wires.signature)
-    memory, limit = kinds_memory_gb(kinds, workload, wires.devices)
-    return dataclasses.replace(
-        assess(kinds, wires, workload), memory_gb=tuple(memory.tolist()), memory_limit_gb=tuple(limit.tolist())
-    )
+    return with_memory(assess(kinds, wires, workload), kinds, workload, wires.devices)
 
 
 def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Prediction:
     """The prediction of a job of these replicas, on the wires of all its ranks, without memory."""
     load = np.zeros(len(wires.rate))
     repeats = workload.accumulation
-    path = compute = all_to_all = across = 0.0
+    path = compute = all_to_all = across = copies = 0.0
     for kind in kinds:
         near = wires.subset(kind.ranks[0])
         moved = np.zeros(len(near.rate))
-        seconds = kernel_seconds = exchange_seconds = moving_seconds = 0.0
+        seconds = kernel_seconds = exchange_seconds = moving_seconds = copying_seconds = 0.0
         for model in workload.model.kinds:
             cost = _replica_cost(kind.layout, dataclasses.replace(workload, model=model), near.devices)
             layer = layer_seconds(kind.layout.exchange, cost, near, workload.recompute)
@@ -102,6 +103,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
             kernel_seconds += model.layers * layer.kernels
             exchange_seconds += model.layers * layer.all_to_all
             moving_seconds += model.layers * layer.across
+            copying_seconds += model.layers * layer.copies
             moved += (repeats * model.layers) * layer.load
         load += wires.spread(moved, kind.ranks)
         loss = float(cost.loss.max())
@@ -109,6 +111,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
             path = repeats * (seconds + loss)
             compute = repeats * (kernel_seconds + loss)
             all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
+            copies = repeats * copying_seconds
 
     parameter_bytes = parameter_traffic(workload, len(wires))
     optimizer = optimizer_seconds(workload, wires)
@@ -123,6 +126,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
         parameter_seconds=wires.around(parameter_bytes),
         memory_gb=(),
         memory_limit_gb=(),
+        host_copy_seconds=copies,
     )
 
 
@@ -134,6 +138,7 @@ class LayerSeconds:
         path: from one end to the other.
         kernels: matrix products and attention, of the slowest rank each, without waiting.
         all_to_all, across: exchanges inside groups and across groups, overlapped or not.
+        copies: of the input to host memory and back, overlapped or not.
         load: bytes on every wire.
     """
 
@@ -141,6 +146,7 @@ class LayerSeconds:
     kernels: float
     all_to_all: float
     across: float
+    copies: float
     load: np.ndarray
 
 
@@ -179,9 +185,11 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
 
     exchanged = total(all_to_all)
     load = forwards * (heads_in + heads_out + kv) + grads_in + grads_out + kv + dkv
-    return LayerSeconds(
-        linear + exchanged + total(overlapped), linear + total(kernels), exchanged, total(moving), load
-    )  # fmt: skip
+    path, copy = linear + exchanged + total(overlapped), float(cost.copy.max())
+    # A layer's input leaves while it is worked on forward; backward the one before it comes.
+    forward = float(cost.linear.max()) + all_to_all["forward"] + overlapped["forward"]
+    path += max(0.0, copy - forward) + max(0.0, copy - (path - forward))
+    return LayerSeconds(path, linear + total(kernels), exchanged, total(moving), 2 * copy, load)
 
 
 def _behind_own_call(gather: float, own: np.ndarray, kernels: np.ndarray) -> float:
@@ -262,6 +270,7 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
         own_forward=own_flops / forward_rate + own_merged / hbm + cuts * launch,
         own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
+        copy=batch * fed * copy_seconds(devices.distinct, workload)[devices.index],
         **exchange_flows(layout, workload),
         **kv_flows(layout, workload),
     )
@@ -346,6 +355,14 @@ def token_seconds(device: Device, workload: Workload) -> float:
     layer = linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm
     loss = (1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm
     return model.layers * passes(workload.recompute)[1] * layer + loss
+
+
+def copy_seconds(devices: Sequence[Device], workload: Workload) -> np.ndarray:
+    """Seconds in which each device copies a token's input of one layer to host memory, or back; 0 without offload."""
+    if not workload.offload:
+        return np.zeros(len(devices))
+    size = workload.model.hidden * workload.element_bytes
+    return size / (np.array([device.host_gb_per_s for device in devices], float) * GB)
 
 
 def exposed_seconds(workload: Workload, wires: Wires) -> float:

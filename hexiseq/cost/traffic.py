@@ -259,6 +259,7 @@ class Wires:
         port, nic: bytes a second of each rank's port, and each node's NICs.
         link: bytes a second from node to node, None where no pair is slower than its NICs.
         seat: a number for each device on a class of nodes, of each rank.
+        host_memory_gb: of each rank's node; NaN where it is not known.
     """
 
     def __init__(self, cluster: Cluster, places: Sequence[Place]) -> None:
@@ -272,13 +273,15 @@ class Wires:
         if cluster.links:
             ends = [places[rank] for rank in first.tolist()]
             link = np.array([[cluster.bandwidth_gb_per_s(a, b) for b in ends] for a in ends]) * GB
-        self._set(devices, node, intra, network[first], link, devices.index * len(classes) + of_class)
+        seat, host = devices.index * len(classes) + of_class, [one.host_memory_gb for one in classes]
+        self._set(devices, node, intra, network[first], link, seat, np.array(host, float)[of_class])
 
     def _set(
         self, devices: Devices, node: np.ndarray, port: np.ndarray, nic: np.ndarray, link: np.ndarray | None,
-        seat: np.ndarray,
+        seat: np.ndarray, host_memory_gb: np.ndarray,
     ) -> None:  # fmt: skip
         self.devices, self.node, self.port, self.nic, self.link, self.seat = devices, node, port, nic, link, seat
+        self.host_memory_gb = host_memory_gb
 
     def __len__(self) -> int:
         """Number of ranks."""
@@ -289,7 +292,8 @@ class Wires:
         nodes, node = np.unique(self.node[ranks], return_inverse=True)
         link = None if self.link is None else self.link[np.ix_(nodes, nodes)]
         found = object.__new__(Wires)
-        found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes], link, self.seat[ranks])
+        found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes], link, self.seat[ranks],
+                   self.host_memory_gb[ranks])  # fmt: skip
         return found
 
     def signature(self, ranks: Sequence[int] | np.ndarray) -> Hashable:

@@ -18,7 +18,9 @@ from hexiseq.plan import align
 NOTABLE = 0.15  # difference from the catalogue worth a line
 CROWDED = 0.1  # part of a device's memory, or of a core, that others use
 RATES = ("gemm_tflops", "attention_forward_tflops", "attention_backward_tflops")
-COMPARED = {**{name: "TFLOP/s" for name in RATES}, "hbm_gb_per_s": "GB/s", "memory_gb": "GB"}
+COMPARED = {
+    **{name: "TFLOP/s" for name in RATES}, "hbm_gb_per_s": "GB/s", "host_gb_per_s": "GB/s", "memory_gb": "GB",
+}  # fmt: skip
 MOST_LAUNCH = 0.98  # of the shortest attention call, so that something is left for its work
 CPU_OVERHEAD_GB, GPU_OVERHEAD_GB = 0.4, 2.0  # context and communicators; not measured
 
@@ -156,7 +158,7 @@ def device_rates(calls: Sequence[Mapping[str, Any]], share: float) -> dict[str, 
     it reaches in others is for `device_curves`.
     """
     of = {work: [call for call in calls if call["work"] == work] for work in
-          ("gemm", "attention_forward", "attention_backward", "copy")}  # fmt: skip
+          ("gemm", "attention_forward", "attention_backward", "copy", "to_host", "from_host")}  # fmt: skip
     flops, seconds = (sum(call["per_token"] * call[key] for call in of["gemm"]) for key in ("amount", "seconds"))
     found = {"gemm_tflops": share * flops / seconds / 1e12}
     fixed = []
@@ -167,6 +169,8 @@ def device_rates(calls: Sequence[Mapping[str, Any]], share: float) -> dict[str, 
     (copy,) = of["copy"]
     found["hbm_gb_per_s"] = share * copy["amount"] / copy["seconds"] / 1e9
     found["launch_us"] = sum(fixed) / len(fixed) * 1e6
+    if hosted := of["to_host"] + of["from_host"]:
+        found["host_gb_per_s"] = min(call["amount"] / call["seconds"] for call in hosted) / 1e9
     return found
 
 
@@ -328,9 +332,11 @@ def _nodes(
         intra = min(medians) if medians else max([network or 0.0, *all_within]) or 1.0
         seats = [_seat(ranks[i], types[i]) for i in members[node]]
         count = nics.get(node, 1)
+        hosts = [ranks[i]["host_memory_gb"] for i in members[node]]
         nodes.append({
             "name": node, "devices": _counted(seats), "intra_gb_per_s": round_to(intra), "nics": count,
             "nic_gb_per_s": round_to((network or intra) / count),
+            **({"host_memory_gb": round_to(min(hosts))} if None not in hosts else {}),
         })  # fmt: skip
     return _merged(nodes)
 
@@ -376,6 +382,8 @@ def _merged(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append(members[0])
             continue
         medians = {key: statistics.median(node[key] for node in members) for key in ("intra_gb_per_s", "nic_gb_per_s")}
+        if "host_memory_gb" in members[0]:
+            medians["host_memory_gb"] = min(node["host_memory_gb"] for node in members)
         found.append({**members[0], **medians, "name": f"{members[0]['name']}-and-alike", "count": len(members)})
     return found
 
@@ -481,6 +489,8 @@ def _differences(
             continue
         for name, unit in COMPARED.items():
             expected = getattr(known[kind], name)
+            if expected is None or (name == "host_gb_per_s" and not all(name in rates[i] for i in members)):
+                continue
             values = {i: memory[i] if name == "memory_gb" else rates[i][name] for i in members}
             odd = {i: value for i, value in values.items() if abs(value / expected - 1) > NOTABLE}
             if odd:
@@ -512,7 +522,7 @@ def _link_differences(nodes: Sequence[Mapping[str, Any]], given: Cluster) -> lis
 def _words(name: str) -> str:
     for unit in ("_tflops", "_gb_per_s", "_gb"):
         name = name.removesuffix(unit)
-    return {"hbm": "memory bandwidth"}.get(name, name.replace("_", " "))
+    return {"hbm": "memory bandwidth", "host": "copies to host memory"}.get(name, name.replace("_", " "))
 
 
 def round_to(value: float, digits: int = 4) -> float:

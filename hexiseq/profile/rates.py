@@ -1,5 +1,5 @@
 """What one device does, measured while every other rank measures too: matrix products at the model's own shapes,
-attention calls of several sizes, copies.
+attention calls of several sizes, copies; on GPUs copies to pinned host memory and back.
 
 On GPUs a call takes what the clock says. On CPUs it takes CPU time, and what share of its cores a rank got is measured
 apart, over the whole time (`Usage`): a time slice is longer than a call, so no clock shows in one call that two ranks
@@ -41,9 +41,9 @@ class Call:
     """One thing that is timed.
 
     Attributes:
-        work: ``gemm``, ``attention_forward``, ``attention_backward`` or ``copy``.
+        work: ``gemm``, ``attention_forward``, ``attention_backward``, ``copy``, ``to_host`` or ``from_host``.
         shape: of it, in words.
-        amount: FLOPs, or bytes read and written by ``copy``.
+        amount: FLOPs, bytes read and written by ``copy``, or bytes that go to the host or come from it.
         per_token: of ``gemm``: how often the model does it for each row, so that rates can be weighted.
         edge: of attention's tile, in tokens.
         causal: whether that is a causal square.
@@ -118,6 +118,8 @@ def set_up(shape: ModelShape, device: torch.device, dtype: str, kernel: str, sha
     memory_gb, free_gb = memory(device)
     _check_fits(shape, device, dtype, free_gb / sharers)
     calls = [*_products(shape, device, dtype), *_attention(shape, device, dtype, loaded), _copy(device)]
+    if device.type == "cuda":  # a CPU's memory is its host's
+        calls += _host_copies(device)
     clock = _clock(device)
     repeats = [_repeats(run, clock, LEAST_SECONDS[device.type]) for _, run in calls]
     return Bench(device, loaded.name, calls, repeats, memory_gb, free_gb)
@@ -130,7 +132,8 @@ def measure_rates(bench: Bench, seconds: float, quota: float | None = None) -> d
         quota: share of a core a CPU rank is allowed.
 
     Returns:
-        ``kernel``; ``calls``: of `Call`; ``usage``: of `Usage`, None on a GPU; ``memory_gb`` and ``free_gb``.
+        ``kernel``; ``calls``: of `Call`; ``usage``: of `Usage`, None on a GPU; ``memory_gb`` and ``free_gb``;
+        ``host_memory_gb``, None on a CPU.
     """
     clock = _clock(bench.device)
     found: list[list[float]] = [[] for _ in bench.calls]
@@ -168,6 +171,7 @@ def measure_rates(bench: Bench, seconds: float, quota: float | None = None) -> d
         "usage": usage and asdict(usage),
         "memory_gb": bench.memory_gb,
         "free_gb": bench.free_gb,
+        "host_memory_gb": memory(torch.device("cpu"))[0] if bench.device.type == "cuda" else None,
     }
 
 
@@ -275,6 +279,20 @@ def _copy(device: torch.device) -> tuple[Call, Callable[[], Any]]:
     source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return Call("copy", f"{source.numel():,} floats", 2.0 * source.nbytes), lambda: target.copy_(source)
+
+
+def _host_copies(device: torch.device) -> list[tuple[Call, Callable[[], Any]]]:
+    """To pinned host memory and from it, as the inputs of layers go with offload."""
+    here = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    there = torch.ones(here.shape, dtype=torch.uint8, pin_memory=True)
+    found: list[tuple[Call, Callable[[], Any]]] = []
+    for work, source, target in (("to_host", here, there), ("from_host", there, here)):
+
+        def run(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
+            target.copy_(source, non_blocking=True)
+
+        found.append((Call(work, f"{len(source):,} bytes", float(len(source))), run))
+    return found
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -34,14 +33,12 @@ class Draft:
     @functools.cached_property
     def lacking_gb(self) -> float:
         """Of the rank that lacks most memory; at most 0 when all fit."""
-        used, limit = self.job.memory(self.kinds)
-        return float((used - limit).max())
+        return float(self.job.lacking_gb(self.kinds).max())
 
 
 def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()) -> Plan:
     """The plan with every rank, and its prediction with memory."""
     job, layout = found.job, found.kinds[0].layout
-    used, limit = cost.kinds_memory_gb(found.kinds, job.workload, job.wires.devices)
     devices: dict[tuple[int, str], RankDevice] = {}
     for place in job.places:
         key = (id(place.seat.device), place.node_name)
@@ -56,15 +53,14 @@ def written(found: Draft, policy: str, excluded: tuple[ExcludedDevice, ...] = ()
         fusion=layout.fusion,
         exchange=layout.exchange,
         recompute=job.workload.recompute,
+        offload=job.workload.offload,
         dtype=job.workload.dtype,
         replicas=tuple(sorted(
             (replica for kind in found.kinds for replica in _replicas(kind)), key=lambda replica: min(replica.ranks)
         )),
         devices=tuple(devices[id(place.seat.device), place.node_name] for place in job.places),
         excluded=excluded,
-        predicted=dataclasses.replace(
-            found.predicted, memory_gb=tuple(used.tolist()), memory_limit_gb=tuple(limit.tolist())
-        ),
+        predicted=cost.with_memory(found.predicted, found.kinds, job.workload, job.wires.devices),
     )  # fmt: skip
 
 

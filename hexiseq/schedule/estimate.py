@@ -35,6 +35,7 @@ class Job:
         merge: merging in one pass, the same per kernel call.
         launch: per kernel call and fragment.
         capacity: tokens a rank can hold at the very most.
+        copies: of layers' inputs to host memory and back, per token of a rank.
     """
 
     def __init__(self, cluster: Cluster, places: Sequence[Place], workload: Workload) -> None:
@@ -55,6 +56,7 @@ class Job:
         self.merge = np.array([merged / (d.hbm_gb_per_s * 1e9) for d in devices])
         self.launch = np.array([model.layers * (1 + self.forwards) * d.launch_us * 1e-6 for d in devices])
         self.capacity = np.array([cost.token_capacity(d, workload, len(self.places)) for d in devices])[self.device]
+        self.copies = 2 * model.layers * cost.copy_seconds(devices, workload)
         # Bytes of a token's KV of one head, all layers of one pass; and of its gradient over that.
         self.kv_bytes = 2 * model.layers * model.head_dim * workload.element_bytes
         self.gradients = cost.accumulator_bytes(workload) / workload.element_bytes
@@ -93,13 +95,13 @@ class Job:
         """Step time of replicas of these kinds, without memory."""
         return cost.assess(kinds, self.wires, self.workload)
 
-    def memory(self, kinds: Sequence[Kind]) -> tuple[np.ndarray, np.ndarray]:
-        """Peak memory and limit in GB of one replica of each kind, ranks of one after those of the other."""
-        return cost.alike_memory_gb(kinds, self.workload, self.wires.devices)
+    def lacking_gb(self, kinds: Sequence[Kind]) -> np.ndarray:
+        """`cost.lacking_gb` of one replica of each kind, ranks of one after those of the other."""
+        return cost.lacking_gb(kinds, self.workload, self.wires)
 
     def most_tokens(self, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
         """`cost.most_tokens` of replicas of this kind."""
-        return cost.most_tokens(kind, self.workload, self.wires.devices)
+        return cost.most_tokens(kind, self.workload, self.wires)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
     forward = max(tokens * query * float((slower * job.forward + calls * job.merge)[devices].max()), forward_kv)
     backward = max(tokens * query * float((slower * job.backward + calls * job.merge)[devices].max()), backward_kv)
     path = total / n * float(job.linear[devices].max()) + all_to_all + job.forwards * forward + backward
-    return alike.sequences * max(path, nic_seconds)
+    return alike.sequences * max(path, nic_seconds, total / n * float(job.copies[devices].max()))
 
 
 class Exchange:

@@ -1,4 +1,4 @@
-"""What a job keeps for backward is a choice, too: the plan of the mode that suits it best, and the rivals' best."""
+"""What a job keeps for backward, and where, is a choice, too: the plan of the best mode, and the rivals' best."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from hexiseq.schedule.even import IllegalPolicy
 from hexiseq.schedule.solve import solve
 from hexiseq.workload import Workload
 
+NEARLY_FULL = 0.9  # of what a plan may fill of a device, from which its mode is tried with offload, too
 
-def modes(workload: Workload, recompute: str | None, keep_parameters: bool | None) -> list[Workload]:
-    """The job in every mode that is left open, None; those that compute least first."""
+
+def modes(
+    workload: Workload, recompute: str | None, keep_parameters: bool | None, offload: bool | None = False
+) -> list[Workload]:
+    """The job in every mode that is left open, None; those that compute least first, of these those that copy least."""
     return [
-        dataclasses.replace(workload, recompute=mode, keep_parameters=keep)
+        dataclasses.replace(workload, recompute=mode, keep_parameters=keep, offload=moved)
         for mode in ([recompute] if recompute is not None else RECOMPUTE_MODES)
+        for moved in ([offload] if offload is not None else (False, True))
         for keep in ([keep_parameters] if keep_parameters is not None else (False, True))
+        if mode != "none" or not moved
     ]
 
 
@@ -29,18 +35,26 @@ def solve_modes(
     """The fastest plan of a policy over these modes of one job, and its mode. Options are those of `solve`.
 
     Of modes equally fast the first is taken. A rival's row is that of its own best mode, and the first of the plan's
-    gains, ``modes``, what the even policies lose by having the plan's mode and not their own.
+    gains, ``modes``, what the even policies lose by having the plan's mode and not their own. Offload makes nothing
+    faster but by the memory it frees: where the same mode comes without it, too, it is left out unless memory binds
+    there, for the policy or a rival.
 
     Raises:
         OutOfMemory, IllegalPolicy: no mode has a plan; the error is that of the mode that lacks least memory.
     """
     found: list[tuple[Plan, Workload]] = []
     errors: list[ValueError] = []
+    roomy: set[Workload] = set()
     for workload in workloads:
+        if workload.offload and dataclasses.replace(workload, offload=False) in roomy:
+            continue
         try:
             found.append((solve(cluster, workload, policy, **options), workload))
         except (OutOfMemory, IllegalPolicy) as error:
             errors.append(error)
+            continue
+        if not _tight(found[-1][0]):
+            roomy.add(workload)
     if not found:
         lacking = [error for error in errors if isinstance(error, OutOfMemory)]
         raise min(lacking, key=lambda error: error.lacking_gb) if lacking else errors[0]
@@ -53,6 +67,13 @@ def solve_modes(
         gains = (Gain("modes", after / before), *gains)
     spent = sum(other.solve_seconds or 0.0 for other, _ in found)
     return plan.annotated(rivals=rows, gains=gains, solve_seconds=spent), workload
+
+
+def _tight(plan: Plan) -> bool:
+    """Whether more memory might make the plan or one of its rivals faster."""
+    assert plan.predicted is not None
+    used = zip(plan.predicted.memory_gb, plan.predicted.memory_limit_gb, strict=True)
+    return any(rival.status == "out_of_memory" for rival in plan.rivals) or any(u > NEARLY_FULL * m for u, m in used)
 
 
 def _best_row(rows: Sequence[Rival]) -> Rival:

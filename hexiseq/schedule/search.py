@@ -79,6 +79,7 @@ class Search:
         self.merge, self.launch = sequences * job.merge[device], job.launch[device]
         merging = (job.forwards + 1) * job.calls(FUSED_TOKENS[0]) * self.merge
         self.attention = job.forwards * self.forward + self.backward + merging
+        self.copying = float((job.copies / job.linear)[device].max())  # seconds, for one of a rank's tokens
         self.capacity = job.capacity[ranks] / sequences
         self.port, self.node = job.wires.port[ranks], np.unique(job.wires.node[ranks], return_inverse=True)[1]
         self.nic = np.zeros(int(self.node.max()) + 1)
@@ -289,7 +290,9 @@ class Search:
         )
         rounding = totals[0][0]
         forward, backward = max(rounding * forward, kv_forward), max(rounding * backward, kv_backward)
-        return max(rounding * shares.linear_seconds + all_to_all + self.job.forwards * forward + backward, nic)
+        linear = rounding * shares.linear_seconds
+        path = linear + all_to_all + self.job.forwards * forward + backward
+        return max(path, nic, self.copying * linear)
 
     def ring(self, grouping: Grouping, tokens: np.ndarray, heads: list[np.ndarray]) -> tuple[Ring, np.ndarray]:
         """The groups' ring, and the ranks in its order."""
@@ -436,8 +439,7 @@ class Search:
     def over_gb(self, plan: Layout) -> float:
         """Memory lacking on the rank that lacks most; at most 0 where all fit."""
         if self._weighed is None or self._weighed[0] is not plan:
-            used, limit = self.job.memory([self.kind(plan)])
-            self._weighed = plan, float((used - limit).max())
+            self._weighed = plan, float(self.job.lacking_gb([self.kind(plan)]).max())
         return self._weighed[1]
 
     def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray | None = None) -> Parts | None:

@@ -97,6 +97,7 @@ def solve(
             or not 0 < time_limit_seconds < math.inf):  # fmt: skip
         raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")
     _check_dtype(cluster, workload)
+    cost.check_offload(workload, cluster.places)
     options = Options(slot, exchange, time.thread_time() + time_limit_seconds)
     found: dict[str, Draft | ValueError] = {}
     if rivals or policy != "manual":
@@ -483,7 +484,7 @@ def _explain(
     if fits < 2 and workload.recompute != "full":
         full = dataclasses.replace(workload, recompute="full")
         full_fits = _longest(cluster, full, policy, drop_devices, options) or error.full_fits_seq_len
-    return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits)
+    return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits, error.offload)
 
 
 def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:

@@ -130,6 +130,11 @@ class Carrier(abc.ABC):
         transfer.posted, transfer.late = self.clock.now, late
         self._queue(transfer)
 
+    def apart(self, transfer: Transfer, seconds: float) -> None:
+        """Carry one now that shares its wire with no other."""
+        transfer.posted = transfer.began = self.clock.now
+        self.clock.at(self.clock.now + seconds, lambda: self._finish(transfer))
+
     @abc.abstractmethod
     def _queue(self, transfer: Transfer) -> None:
         """Begin the transfer as soon as its wires let it."""

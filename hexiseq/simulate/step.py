@@ -31,7 +31,7 @@ from hexiseq.cost import (
     replica_cost,
 )
 from hexiseq.plan import Plan, RankDevice, Replica
-from hexiseq.simulate.engine import Carrier, Clock, Edge, Process, SharedWires, Transfer, Work
+from hexiseq.simulate.engine import GB, Carrier, Clock, Edge, Process, SharedWires, Transfer, Work
 from hexiseq.simulate.ring import Held, Mail, Ring, check_finished, check_window, ring_process, together
 from hexiseq.workload import ModelShape, Workload
 
@@ -62,7 +62,7 @@ class Stall:
     A rank that comes late may itself have waited: `peer`, `late` and `wire` say where the chain began.
 
     Attributes:
-        kind: of the transfer `rank` waited for: all-to-all, kv, dkv, dkv return, gather, reduce.
+        kind: of the transfer `rank` waited for: all-to-all, kv, dkv, dkv return, gather, reduce, host copy.
         peer: the rank it comes down to.
         late: whether that was at work still; else it is at the other end of a transfer that was under way.
         wire: what held the transfer back; of one that was not under way yet, what did in the end.
@@ -252,7 +252,7 @@ class _Part:
         self.cost, self.ranks = cost, cost.ranks.tolist()
         self.index = {rank: i for i, rank in enumerate(self.ranks)}
         self.group = {shard.rank: g for g, group in enumerate(replica.groups) for shard in group.shards}
-        self.linear, self.loss = cost.linear.tolist(), cost.loss.tolist()
+        self.linear, self.loss, self.copy = cost.linear.tolist(), cost.loss.tolist(), cost.copy.tolist()
         self.forward = _pass("forward", cost, cost.heads_in.matrix(), cost.heads_out.matrix())
         self.backward = _pass("backward", cost, cost.grads_in.matrix(), cost.grads_out.matrix())
         self.ring = Ring(plan, replica, causal=True)
@@ -439,12 +439,14 @@ class _MicroStep:
         self._collective("gather", -1).join(rank)
         self._collective("gather", 0).join(rank)
         yield [self._collective("gather", -1).whole]
+        copying: list[Transfer] = []  # with offload the input of the layer before, on its way out; or in
         for i in range(end + 1):
-            yield [self._collective("gather", i).whole]
+            yield [self._collective("gather", i).whole, *copying]
             log.mark()
+            part = self.parts[r][self.chain[i]]
+            copying = self._copy(rank, part) if i < end else []  # the last layer's input stays
             if i < end:  # one layer ahead
                 self._collective("gather", i + 1).join(rank)
-            part = self.parts[r][self.chain[i]]
             yield self.noise.work(rank, "linear", part.linear[part.index[rank]])
             yield from self._attention(rank, part, part.forward, (r, i, "forward"))
         log.mark()
@@ -453,9 +455,9 @@ class _MicroStep:
         part = self.parts[r][0]
         yield self.noise.work(rank, "loss", part.loss[part.index[rank]])
         for i in range(end, -1, -1):
-            if again:
-                yield [self._collective("gather again", i).whole]
+            yield [*copying, *([self._collective("gather again", i).whole] if again else [])]
             log.mark()
+            copying = self._copy(rank, self.parts[r][self.chain[i - 1]]) if i else []
             if again and i:
                 self._collective("gather again", i - 1).join(rank)
             yield from self._backward(rank, self.parts[r][self.chain[i]], (r, i))
@@ -469,6 +471,16 @@ class _MicroStep:
             yield [self._collective("reduce", 0).whole, self._collective("reduce", -1).whole]
             yield self.noise.work(rank, "optimizer", self.optimizer[rank])
         log.finished = self.clock.now
+
+    def _copy(self, rank: int, part: _Part) -> list[Transfer]:
+        """With offload, a layer's input begins to go to host memory, or to come back: nothing else is in its way."""
+        if not self.workload.offload:
+            return []
+        seconds, places = part.copy[part.index[rank]], self.wires.places
+        size = seconds * (places[rank].device.host_gb_per_s or 0.0) * GB
+        transfer = Transfer("host copy", rank, rank, size, late=rank, wire="copies between device and host memory")
+        self.wires.apart(transfer, seconds)
+        return [transfer]
 
     def _backward(self, rank: int, part: _Part, where: tuple) -> Process:
         forwards, linears = passes(self.workload.recompute)

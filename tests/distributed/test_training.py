@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,6 +57,19 @@ def test_documents_and_windows_in_float64(pools, replicas, config, packing, reco
     args = (plan, [2, 2, 2], 0.5, {}, config, packing)
     for errors in pools(plan.world_size).run(cases.compare, *args, timeout=START_UP):
         assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.parametrize(
+    ("replicas", "recompute", "dtype"), [(NO_TOKENS, "selective", "bfloat16"), (UNEVEN, "full", "float32")]
+)
+def test_offload_changes_nothing_but_where_inputs_are(pools, replicas, recompute, dtype):
+    plan = make_plan(replicas, recompute=recompute, dtype=dtype)
+    plans = [plan, dataclasses.replace(plan, offload=True)]
+    for (stays, all_there), (goes, left) in pools(3).run(cases.offloaded, plans, [2, 2], timeout=START_UP):
+        assert goes.losses == stays.losses
+        assert all(torch.equal(goes.grads[name], grad) for name, grad in stays.grads.items())
+        assert all(torch.equal(goes.weights[name], weight) for name, weight in stays.weights.items())
+        assert (all_there, left) == ([4] * 4, [1] * 4)
 
 
 @pytest.mark.slow

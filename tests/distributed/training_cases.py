@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -110,6 +111,26 @@ class Compiled(Recorded):
             for layer in decoder_layers(model):
                 layer.compile(backend="aot_eager")
             self.model = self.hexiseq.parallelize(model, self.seed)
+
+
+class Watched(Recorded):
+    """Notes after every forward of a micro-step how many of its layers' inputs are still in the device's memory."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.inputs: list[StorageWeakRef] = []
+            self.left: list[int] = []
+            for layer in decoder_layers(self.model):
+                layer._checkpoint_wrapped_module.register_forward_pre_hook(
+                    lambda _, args: self.inputs.append(StorageWeakRef(args[0].untyped_storage()))
+                )
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.inputs.clear()
+        loss = super().training_step(batch, batch_idx)
+        self.left.append(sum(not storage.expired() for storage in self.inputs))
+        return loss
 
 
 class Mean(CausalLM):
@@ -226,6 +247,19 @@ def train(
     )
     job.fit(module, Batches(plan, packing=packing))
     return module.result
+
+
+def offloaded(plans: list[Plan], steps: list[int]) -> list[tuple[Result, list[int]]]:
+    """Of each plan, runs with four layers: the result, and layers' inputs on the device when a forward has ended."""
+    found = []
+    for plan in plans:
+        module = Watched({**CONFIG, "num_hidden_layers": 4}, OPTIMIZER, seed=7)
+        job = trainer(
+            HexiSeqStrategy(plan), max_epochs=1, limit_train_batches=sum(steps), accumulate_grad_batches=steps[0]
+        )
+        job.fit(module, Batches(plan, packing="documents"))
+        found.append((module.result, module.left))
+    return found
 
 
 def plain_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:

@@ -113,7 +113,7 @@ def draw_replicas(rng, ranks, count, most_group=4):
 def workload_of(plan, model, **changes):
     values = dict(
         model=model, seq_len=plan.seq_len, dtype=plan.dtype, recompute=plan.recompute, sequences=plan.sequences,
-        accumulation=1, keep_parameters=False,
+        accumulation=1, keep_parameters=False, offload=plan.offload,
     )  # fmt: skip
     return Workload(**{**values, **changes})
 
@@ -132,6 +132,26 @@ def with_memory(cluster, memory):
     return Cluster(cluster.name, tuple(changed(node) for node in cluster.nodes), cluster.links)
 
 
+def draw_offload(seed, recompute):
+    """Whether a plan offloads; where it can, every other one does."""
+    return recompute != "none" and random.Random(f"offload {seed}").random() < 0.5
+
+
+def with_hosts(cluster, memory, gb_per_s=None):
+    """The cluster with so many GB of memory in each host, a number or a function of the node, and devices that copy
+    to it at a rate."""
+
+    def changed(node):
+        seats = node.seats
+        if gb_per_s is not None:
+            kinds = {id(s.device): dataclasses.replace(s.device, host_gb_per_s=gb_per_s) for s in seats}
+            seats = tuple(dataclasses.replace(seat, device=kinds[id(seat.device)]) for seat in seats)
+        gb = memory(node) if callable(memory) else memory
+        return dataclasses.replace(node, seats=seats, host_memory_gb=gb)
+
+    return dataclasses.replace(cluster, nodes=tuple(map(changed, cluster.nodes)))
+
+
 def draw_small(seed):
     """A small cluster, a plan for some of its devices and the workload; whatever the cost model knows is in some draw.
 
@@ -144,11 +164,13 @@ def draw_small(seed):
             f"d{i}", between(rng, 1e-4, 1e-2), between(rng, 1e-4, 1e-2), between(rng, 1e-4, 1e-2),
             hbm_gb_per_s=between(rng, 0.1, 100), launch_us=rng.choice((0.0, between(rng, 0.1, 50))),
             **draw_curves(random.Random(f"curves {seed} {i}"), 64),
+            host_gb_per_s=between(random.Random(f"host {seed} {i}"), 5e-4, 0.5),
         )
         for i in range(rng.randint(1, 3))
     ]  # fmt: skip
     nodes = draw_nodes(rng, devices, (0.003, 30), (0.003, 30))
     cluster = Cluster("drawn", nodes, draw_links(rng, nodes, (0.003, 30)) if rng.random() < 0.5 else ())
+    cluster = with_hosts(cluster, 1e6)
     places = rng.sample(cluster.places, rng.randint(max(1, len(cluster.places) - 2), len(cluster.places)))
     ratio, kv = rng.randint(1, 4), rng.randint(1, 4)
     count = min(len(places), rng.choice((1, 1, 1, 2, 3)))
@@ -177,6 +199,7 @@ def draw_small(seed):
         exchange=rng.choice(("ring", "allgather")), recompute=rng.choice(("none", "selective", "full")),
         dtype=rng.choice(("float32", "bfloat16", "float64")),
     )  # fmt: skip
+    plan = dataclasses.replace(plan, offload=draw_offload(seed, plan.recompute))
     work = workload_of(plan, model, accumulation=rng.choice((1, 1, 3)), keep_parameters=rng.random() < 0.5)
     return plan, cluster, work
 
@@ -245,11 +268,13 @@ def draw_large(seed):
             f"d{i}", gemm, forward, forward * (0.9 if same_ratio else rng.uniform(0.5, 1)),
             hbm_gb_per_s=1e9 if ideal else between(rng, 300, 5000), launch_us=0.0 if ideal else 8.0,
             **({} if ideal else draw_curves(random.Random(f"curves {seed} {i}"), 1e5)),
+            host_gb_per_s=1e9 if ideal else between(random.Random(f"host {seed} {i}"), 1, 60),
         ))  # fmt: skip
     nodes = draw_nodes(rng, devices, (20, 500), (0.05, 100))
     if ideal and rng.random() < 0.7:
         nodes = tuple(dataclasses.replace(node, intra_gb_per_s=1e6, nic_gb_per_s=1e6) for node in nodes)
     cluster = Cluster("drawn", nodes, draw_links(rng, nodes, (0.1, 200)) if rng.random() < 0.3 else ())
+    cluster = with_hosts(cluster, 1e6)
     places = cluster.places
     if rng.random() < 0.4:
         places = tuple(rng.sample(places, rng.randint(1, len(places))))
@@ -292,6 +317,7 @@ def draw_large(seed):
         fusion=rng.choice((1, 2, 4, 8)), exchange=rng.choice(("ring", "allgather")),
         recompute=rng.choice(("none", "selective", "full")), dtype=rng.choice(("float32", "bfloat16")),
     )  # fmt: skip
+    choices["offload"] = draw_offload(seed, choices["recompute"])
     layout = Layout(places, model, seq_len, slot, replicas, choices)
     work = workload_of(layout.plan(), model, accumulation=rng.choice((1, 1, 3)), keep_parameters=rng.random() < 0.5)
     return cluster, layout, work

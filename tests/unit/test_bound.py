@@ -1,5 +1,6 @@
 """The lower bound: no plan that fits is below it, however the plan was made and however little memory there is."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,11 +8,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hexiseq.cluster import Cluster, Node, Seat
-from hexiseq.cost import MEMORY_FRACTION, OutOfMemory, lower_bound, predict
+from hexiseq.cost import MEMORY_FRACTION, OutOfMemory, check_memory, lower_bound, predict
 from hexiseq.schedule import IllegalPolicy, solve
 from hexiseq.workload import ModelShape, Workload
 
-from .plans import between, draw_large, draw_links, draw_nodes, make_device, plan_over, with_memory, workload_of
+from .plans import (
+    between,
+    draw_large,
+    draw_links,
+    draw_nodes,
+    draw_offload,
+    make_device,
+    plan_over,
+    with_hosts,
+    with_memory,
+    workload_of,
+)  # fmt: skip
 
 NEVER_BELOW = 1 - 1e-9
 
@@ -90,7 +102,14 @@ def draw_job(seed):
     """A cluster with some memory and a job that may or may not fit it."""
     rng = random.Random(seed)
     devices = [
-        make_device(f"d{i}", gemm, gemm * rng.uniform(0.4, 0.9), gemm * rng.uniform(0.4, 0.8), between(rng, 5, 80))
+        make_device(
+            f"d{i}",
+            gemm,
+            gemm * rng.uniform(0.4, 0.9),
+            gemm * rng.uniform(0.4, 0.8),
+            between(rng, 5, 80),
+            host_gb_per_s=between(random.Random(f"host {seed} {i}"), 2, 60),
+        )
         for i, gemm in enumerate(between(rng, 50, 900) for _ in range(rng.randint(1, 4)))
     ]
     nodes = draw_nodes(rng, devices, (30, 500), (0.2, 100), most_nodes=3, most_seats=3)
@@ -101,7 +120,9 @@ def draw_job(seed):
         model, int(between(rng, 2000, 100_000)), rng.choice(("bfloat16", "float32")),
         rng.choice(("none", "selective", "full")), rng.choice((1, 1, 2, 5)), rng.choice((1, 2)), rng.random() < 0.5,
     )  # fmt: skip
-    return cluster, work
+    hosts = random.Random(f"hosts {seed}")
+    cluster = with_hosts(cluster, lambda node: len(node.seats) * between(hosts, 1, 20))
+    return cluster, dataclasses.replace(work, offload=draw_offload(seed, work.recompute))
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -112,6 +133,7 @@ def test_no_plan_of_the_scheduler_is_below_the_bound(seed):
         plan = solve(cluster, work, rivals=False, time_limit_seconds=600)
     except (OutOfMemory, IllegalPolicy):
         assume(False)
+    check_memory(plan, cluster, work)
     bound = lower_bound(cluster, work)
     assert plan.bound.step_seconds == bound
     assert plan.predicted.step_seconds >= bound * NEVER_BELOW

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from hexiseq.cluster import Cluster, Device, Link, Node, Seat, device_from_config
+from hexiseq.cluster import Cluster, Device, Link, Node, Seat, device_from_config, offload_lacks
 
 GPU = {
     "type": "h100_sxm", "vendor": "nvidia", "names": ["H100 SXM"], "peak_tflops": 989, "gemm_tflops": 700,
@@ -67,6 +67,8 @@ MISTAKES = {
     "doubled node": (lambda c: c["nodes"][1].update(name="fast"), "two nodes are called 'fast'"),
     "link to nowhere": (lambda c: c["links"][0].update(nodes=["fast", "moon"]), "names node 'moon'"),
     "link of three": (lambda c: c["links"][0].update(nodes=["fast", "slow", "slow"]), "joins two nodes"),
+    "bad host memory": (lambda c: c["nodes"][1].update(host_memory_gb=0), "'slow': host_memory_gb must be a positive"),
+    "bad host rate": (lambda c: c["gpus"]["a100"].update(host_gb_per_s="fast"), "'a100': host_gb_per_s must be a pos"),
     "bad rate": (lambda c: c["gpus"]["a100"].update(gemm_tflops=0), "'a100': gemm_tflops must be a positive"),
     "text for a number": (lambda c: c["gpus"]["a100"].update(memory_gb="80"), "memory_gb"),
     "a curve of one number": (
@@ -104,6 +106,18 @@ def test_mistakes_are_named(name):
     edit(config)
     with pytest.raises(ValueError, match=message):
         Cluster.from_config(config)
+
+
+def test_what_offload_lacks_is_named():
+    config = copy.deepcopy(CONFIG)
+    assert offload_lacks(Cluster.from_config(config).places).startswith("device type h100_sxm has no host_gb_per_s")
+    config["gpus"]["h100_sxm"]["host_gb_per_s"] = 50
+    assert "cluster.gpus.a100.host_gb_per_s" in offload_lacks(Cluster.from_config(config).places)
+    config["gpus"]["a100"]["host_gb_per_s"] = 25
+    config["nodes"][0]["host_memory_gb"] = 1000
+    cluster = Cluster.from_config(config)
+    assert offload_lacks(cluster.places).startswith("node slow has no host_memory_gb")
+    assert not offload_lacks(cluster.places[:4])
 
 
 def test_direct_construction():

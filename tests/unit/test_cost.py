@@ -24,11 +24,14 @@ from hexiseq.cost import (
     match_places,
     predict,
     replica_cost,
+    token_bytes,
     with_prediction,
 )
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.testing import draw_plan
 from hexiseq.workload import ModelShape, Workload
+
+from .plans import with_hosts
 
 
 def device(name="gpu", gemm=100.0, forward=80.0, backward=60.0, memory=80.0, **changes):
@@ -418,6 +421,17 @@ def test_memory_by_hand():
     found = predict(two_rank_plan("selective"), cluster, work)
     assert found.memory_gb == pytest.approx([size / 1e9 for size in expected], rel=1e-12)
     assert found.memory_limit_gb == (9.5, 9.5)
+    # With offload the inputs are in host memory, but for two; the results of attention stay.
+    cluster = with_hosts(cluster, 100.0, 1.0)
+    for recompute, outputs in (("selective", 3 * 4 * 8), ("full", 0)):
+        job = dataclasses.replace(work, recompute=recompute)
+        plan, moved = two_rank_plan(recompute), dataclasses.replace(job, offload=True)
+        stays, goes = predict(plan, cluster, job), predict(dataclasses.replace(plan, offload=True), cluster, moved)
+        freed = [tokens * 64 * 4 for tokens in (768, 256)]
+        assert np.subtract(stays.memory_gb, goes.memory_gb) == pytest.approx([size / 1e9 for size in freed])
+        assert goes.host_memory_gb == pytest.approx([3 * size / 1e9 for size in freed])
+        assert stays.host_memory_gb == ()
+        assert token_bytes(moved)[0] == (2 * 64 + outputs) * 4
     waiting = predict(two_rank_plan("selective"), cluster, dataclasses.replace(work, accumulation=2))
     assert waiting.memory_gb[0] - found.memory_gb[0] == pytest.approx(4 * total / 1e9)
 
@@ -564,6 +578,37 @@ def test_out_of_memory_names_the_device_and_a_length_that_fits():
     check_memory(small, cluster, workload_for(small, "float32", "selective"))
     with pytest.raises(OutOfMemory, match="more devices or a smaller model"):
         check_memory(small, cluster_of([3, 1], memory=1.0), workload_for(small, "float32", "selective"))
+
+
+def test_offload_is_a_remedy_where_it_fits_and_hosts_have_room():
+    plan = two_rank_plan("selective", seq_len=1 << 20)
+    cluster, work = cluster_of([3, 1], memory=6.4), workload_for(plan, "float32", "selective", layers=8)
+    with pytest.raises(OutOfMemory) as unknown:
+        check_memory(plan, cluster, work)
+    assert "offload" not in str(unknown.value)
+    with pytest.raises(
+        OutOfMemory, match=r"seq_len [\d,]+ would fit; recompute=full needs less; offload=true would fit"
+    ):
+        check_memory(plan, with_hosts(cluster, 100.0, 1.0), work)
+    moved, lighter = dataclasses.replace(plan, offload=True), dataclasses.replace(work, offload=True)
+    check_memory(moved, with_hosts(cluster, 100.0, 1.0), lighter)
+    with pytest.raises(ValueError, match="offload: device type d3 has no host_gb_per_s"):
+        check_memory(moved, cluster, lighter)
+    with pytest.raises(ValueError, match="plan's offload is True, the workload's False"):
+        predict(moved, cluster, work)
+    with pytest.raises(OutOfMemory, match="GB too much") as small:
+        check_memory(plan, with_hosts(cluster, 2.0, 1.0), work)
+    assert "offload" not in str(small.value)
+    # Eight layers' inputs of 1,048,576 tokens, 64 elements of 4 bytes: both ranks are on one node.
+    problem = (
+        r"node n0 keeps 2.15 GB of layers' inputs in its host's memory, of 1.6 GB usable \(2 GB\), 0.55 GB too much"
+    )
+    with pytest.raises(OutOfMemory, match=problem) as host:
+        check_memory(moved, with_hosts(cluster, 2.0, 1.0), lighter)
+    fits = host.value.fits_seq_len // 8 * 8
+    assert fits == pytest.approx((1 << 20) * 1.6 / 2.147, rel=1e-3)
+    small = dataclasses.replace(two_rank_plan("selective", seq_len=fits), offload=True)
+    check_memory(small, with_hosts(cluster, 2.0, 1.0), dataclasses.replace(lighter, seq_len=fits))
 
 
 def test_a_plan_for_another_job_is_refused():

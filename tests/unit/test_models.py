@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
@@ -71,6 +72,8 @@ def stock_loss(model: nn.Module, data: dict) -> torch.Tensor:
         (LLAMA, "none"),
         (LLAMA, "selective"),
         (LLAMA, "full"),
+        (LLAMA, "selective, offload"),
+        (LLAMA, "full, offload"),
         ({**LLAMA, "tie_word_embeddings": True}, "none"),
         ({**SIZES, "model_type": "qwen3"}, "selective"),
         ({**SIZES, "model_type": "qwen2", "head_dim": None}, "none"),
@@ -84,9 +87,10 @@ def test_loss_and_gradients_are_those_of_stock_attention(job, config, recompute)
     config = {key: value for key, value in config.items() if key != "head_dim" or value is not None}
     stock, model = (build_model(config, torch.float32, seed=1) for _ in range(2))
     stock.set_attn_implementation("sdpa")
+    recompute, _, offload = recompute.partition(", ")
     holder = PlanHolder(plan(recompute=recompute))
     prepare(model, holder)
-    apply_recompute(model, recompute)
+    apply_recompute(model, recompute, offload=bool(offload))
     wanted, out = stock_loss(stock, batch()), model(**batch())
     wanted.backward()
     out.loss.backward()
@@ -192,6 +196,50 @@ def test_selective_recompute_runs_attention_once_and_full_twice(job):
         model(**batch()).loss.backward()
         counts[mode] = (calls["forward"], calls["backward"])
     assert counts == {"none": (2, 2), "selective": (2, 2), "full": (4, 2)}
+
+
+def test_inputs_of_layers_are_in_host_memory_until_backward(job, monkeypatch):
+    # Larger than a piece and no multiple of one.
+    monkeypatch.setattr("hexiseq.offload.PIECE_BYTES", 1 << 14)
+    model = build_model({**LLAMA, "num_hidden_layers": 5}, torch.float32, seed=1)
+    prepare(model, PlanHolder(plan(recompute="full")))
+    inputs = apply_recompute(model, "full", offload=True)
+    own, computed, held = 2 * SEQ_LEN * 72 * 4, [], []
+    for layer in model.model.layers:
+        layer._checkpoint_wrapped_module.register_forward_pre_hook(
+            lambda _, args: computed.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+        layer.mlp.register_full_backward_hook(lambda *_: held.append(sum(alive()[5:])))
+
+    def alive():
+        return [not storage.expired() for storage in computed]
+
+    def forward():
+        computed.clear()
+        return model(**batch()).loss
+
+    loss = forward()
+    assert alive() == [False] * 4 + [True]  # backward begins with the last layer's
+    assert inputs.free_bytes == 0
+    assert 4 * own <= inputs.host_bytes < 4 * (own + (1 << 14))
+    taken = inputs.host_bytes
+    loss.backward()
+    del loss
+    assert held == [1] * 5  # a layer computed again has its input, and those before it have left none
+    assert inputs.host_bytes == inputs.free_bytes == taken
+
+    # Two forwards before the first backward, a pass without gradients, and an error on the way back.
+    first = forward()
+    model.model.layers[2].mlp.register_full_backward_hook(lambda *_: 1 / 0)
+    second = forward()
+    assert inputs.host_bytes == 2 * taken
+    with torch.no_grad():
+        forward()
+    first.backward()
+    with pytest.raises(ZeroDivisionError):
+        second.backward()
+    del first, second
+    assert inputs.host_bytes == inputs.free_bytes == 2 * taken
 
 
 @pytest.mark.parametrize("seq_len", [64, 200])
@@ -343,6 +391,8 @@ def test_labels_of_a_shard_are_refused(job):
         model(input_ids=batch()["input_ids"], shift_labels=batch()["shift_labels"])
     with pytest.raises(ValueError, match="recompute 'some'"):
         apply_recompute(model, "some")
+    with pytest.raises(ValueError, match="with recompute none a layer keeps much else"):
+        apply_recompute(model, "none", offload=True)
 
 
 def test_weights_export_to_a_stock_model(job, tmp_path: Path):

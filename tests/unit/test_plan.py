@@ -89,6 +89,9 @@ BROKEN = {
     "no sequences": (lambda d, g: d["replicas"][0].update(sequences=0), "0 sequences"),
     "unknown policy": (lambda d, g: d.update(policy="best"), "'best' is not one of hexiseq"),
     "unknown recompute": (lambda d, g: d.update(recompute="some"), "recompute 'some'"),
+    "offload of text": (lambda d, g: d.update(offload="yes"), "plan: offload must be true or false, got 'yes'"),
+    "offload without recompute": (
+        lambda d, g: d.update(offload=True, recompute="none"), "plan: offload .* use recompute selective or full"),
     "unknown exchange": (lambda d, g: d.update(exchange="mail"), "exchange 'mail' is not one of ring, allgather"),
     "unknown dtype": (lambda d, g: d.update(dtype="int8"), "dtype 'int8'"),
     "uneven groups of heads": (lambda d, g: d.update(num_kv_heads=4), "not a multiple of 4 KV heads"),
@@ -107,6 +110,8 @@ BROKEN = {
     "true for a number": (lambda d, g: d.update(fusion=True), "fusion must be an integer, got True"),
     "no list": (lambda d, g: d.update(replicas=5), "plan: replicas must be a list, got 5"),
     "prediction of a number": (lambda d, g: d.update(predicted=5), "plan: predicted: expected a mapping.*got 5"),
+    "short host memory": (
+        lambda d, g: d["predicted"].update(host_memory_gb=[1.0]), r"predicted\.host_memory_gb must have.*got 1"),
     "short prediction": (lambda d, g: d["predicted"].update(memory_gb=[1.0]), r"predicted\.memory_gb must have.*got 1"),
     "gap of text": (lambda d, g: d.update(gap="x"), "plan: gap must be a number, got 'x'"),
     "missing bound": (lambda d, g: d["bound"].clear(), "plan: bound: key 'step_seconds' is missing"),
@@ -208,9 +213,12 @@ def test_digest_is_what_ranks_execute():
     assert same.digest() == plan.digest()
     for change in (
         {"fusion": 3}, {"exchange": "allgather"}, {"recompute": "full"}, {"dtype": "float16"},
-        {"devices": plan.devices[::-1]},
+        {"devices": plan.devices[::-1]}, {"offload": True},
     ):  # fmt: skip
         assert dataclasses.replace(plan, **change).digest() != plan.digest()
+    older = plan.to_dict()
+    del older["offload"], older["predicted"]["host_memory_gb"], older["predicted"]["host_copy_seconds"]
+    assert Plan.from_dict(older) == plan
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).digest() == plan.digest()
 
 
@@ -242,6 +250,11 @@ def test_table_shows_every_rank_and_rival():
     assert "gap 25.0%" in text
     assert "all-to-all 0.1 s, ring 0.2 s, parameters 0.3 s" in text
     assert "all-to-all 0.1 s, allgather 0.2 s, parameters 0.3 s" in table(example(exchange="allgather"))
+    predicted = dataclasses.replace(example().predicted, host_memory_gb=(7.0, 6.0, 5.0), host_copy_seconds=0.4)
+    offloads = table(example(offload=True, predicted=predicted))
+    assert "recompute selective, offload, bfloat16" in offloads
+    assert "/76 GB, host 7 GB" in offloads.splitlines()[2]
+    assert "parameters 0.3 s, host copies 0.4 s)" in offloads
     twice = table(example(excluded=(ExcludedDevice("v100", "c", "too slow"),) * 2))
     assert "left out: 2 x v100 on c: too slow" in twice
     assert align(["a", "bb"], [["ccc", "d"]]) == ["a    bb", "ccc  d"]

@@ -126,7 +126,9 @@ def test_matrix_products_count_as_often_as_the_model_does_them() -> None:
 
 def gpu(rank: int, node: str, device: str = H100, speed: float = 1.0, free_gb: float = 79.0) -> dict[str, Any]:
     calls = [{"work": "gemm", "amount": 7.94e14, "seconds": 1 / speed, "per_token": 1.0},
-             {"work": "copy", "amount": 3.35e12, "seconds": 1, "per_token": 0.0}]  # fmt: skip
+             {"work": "copy", "amount": 3.35e12, "seconds": 1, "per_token": 0.0},
+             {"work": "to_host", "amount": 4.4e10, "seconds": 1, "per_token": 0.0},
+             {"work": "from_host", "amount": 4.8e10, "seconds": 1, "per_token": 0.0}]  # fmt: skip
     for way, tflops in (("forward", 616), ("backward", 585)):
         for seconds, (edge, causal) in itertools.product((1e-4, 1e-2), ((1024, False), (1024, True), (8192, False))):
             reached = speed * {(1024, False): 0.8, (1024, True): 0.5}.get((edge, causal), 1.0)
@@ -137,7 +139,8 @@ def gpu(rank: int, node: str, device: str = H100, speed: float = 1.0, free_gb: f
     uuid = f"GPU-{rank:08x}-0000-0000-0000-000000000000"
     return {"node": node, "host": node, "device": f"{device} {uuid}", "vendor": "nvidia", "cores": [], "usage": None,
             "dtypes": ["bfloat16", "float16", "float32"], "kernel": "flash_attn3", "calls": calls, "memory_gb": 80.0,
-            "free_gb": free_gb, "workload": "llama3_8b, bfloat16", "links": []}  # fmt: skip
+            "free_gb": free_gb, "host_memory_gb": 1000.0 + rank, "workload": "llama3_8b, bfloat16",
+            "links": []}  # fmt: skip
 
 
 def joined(ranks: list[dict[str, Any]], within: float, between: float | dict[tuple[int, int], float]) -> list[dict]:
@@ -165,6 +168,8 @@ def test_a_sick_gpu_is_a_type_of_its_own_and_pointed_out() -> None:
     assert well.launch_us == pytest.approx(10, rel=0.01)
     assert (well.names, slow.names) == ((H100,), ("GPU-00000006-0000-0000-0000-000000000000",))
     assert well.peak_tflops == 989
+    assert well.host_gb_per_s == 44  # the slower way
+    assert [node.host_memory_gb for node in cluster.nodes] == [1000, 1004]
     assert (well.attention_curve, well.causal_curve) == (((1024, 0.8), (8192, 1.0)), ((1024, 0.5),))
     assert [node.intra_gb_per_s for node in cluster.nodes] == pytest.approx([370, 370])
     # Four ranks together fill the node's network, of which each measured its part.
@@ -180,7 +185,7 @@ def test_nodes_alike_are_a_class_and_unknown_gpus_are_measured_only() -> None:
     ranks = [gpu(rank, f"node{rank // 2}", device="NVIDIA H200 NVL") for rank in range(6)]
     survey = describe("ours", joined(ranks, 100.0, 25.0), catalogue(), None, 0.05)
     (node,) = Cluster.from_config(survey.cluster).nodes
-    assert (node.count, len(node.seats)) == (3, 2)
+    assert (node.count, len(node.seats), node.host_memory_gb) == (3, 2, 1000)
     assert survey.types == ["h200_nvl"] * 6
     assert "h200_nvl is not in the catalogue: measured only" in survey.lines
 
@@ -229,6 +234,8 @@ def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # Any processor of the last twenty years, and none of the next ten.
     assert all(1e-5 < rates[name] < 100 for name in rates if name.endswith("tflops"))
     assert found["usage"]["busy"] > 0
+    assert found["host_memory_gb"] is None  # its memory is its host's
+    assert "host_gb_per_s" not in rates
     curves = device_curves(found["calls"])
     assert {name: [edge for edge, _ in curve] for name, curve in curves.items()} == {
         "attention_curve": [16, 128], "causal_curve": [16, 128]

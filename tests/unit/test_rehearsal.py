@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoConfig
 
 from hexiseq import picture
-from hexiseq.cluster import device_from_config
+from hexiseq.cluster import device_from_config, offload_lacks
 from hexiseq.plan import Plan, RankDevice, make_replica
 from hexiseq.rehearsal import proportional, rehearse_cluster, rehearse_model, rehearse_plan
 from hexiseq.workload import ModelShape
@@ -86,6 +86,9 @@ def test_the_machine_is_shared_by_all_ranks() -> None:
         (d.type, d.node) for d in plan.devices
     ]
     assert sum(place.device.gemm_tflops for place in cluster.places) == pytest.approx(2 * core.gemm_tflops)
+    # What inputs are copied to is the one memory there is.
+    assert not offload_lacks(cluster.places)
+    assert cluster.places[0].device.host_gb_per_s == pytest.approx(core.hbm_gb_per_s * 2 / 5 / 2)
     assert rehearse_cluster(plan, core, cores=16).places[0].device.gemm_tflops == core.gemm_tflops
 
 

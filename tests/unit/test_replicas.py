@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -17,6 +18,7 @@ from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import CONTEXT_FIRST, HEAD_FIRST, even_grid, exchanges, legal_widths
 from hexiseq.schedule.replicas import divisions, replica_numbers
 from hexiseq.schedule.solve import EVEN_POLICIES
+from tests.unit.plans import with_hosts
 from tests.unit.test_schedule import A100, H100, L40S, LLAMA, job, mixed
 
 
@@ -247,6 +249,38 @@ def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own():
     if plan.gains:
         assert plan.gains[0].source == "modes"
         assert math.prod(g.factor for g in plan.gains) == pytest.approx(even / plan.predicted.step_seconds, rel=1e-9)
+
+
+def test_offload_is_tried_where_memory_binds(monkeypatch):
+    cluster = with_hosts(classes(a100=1), 1000.0, 25.0)
+    assert [(w.recompute, w.keep_parameters, w.offload) for w in modes(job(), None, None, None)] == [
+        (recompute, keep, offload)
+        for recompute in ("none", "selective", "full") for offload in (False, True) for keep in (False, True)
+        if recompute != "none" or not offload
+    ]  # fmt: skip
+    tried = []
+
+    def counted(cluster, workload, *args, **options):
+        tried.append(workload.offload)
+        return solve(cluster, workload, *args, **options)
+
+    monkeypatch.setattr(sys.modules[solve_modes.__module__], "solve", counted)
+    plan, chosen = solve_modes(cluster, modes(job(seq_len=65536), "full", False, None))
+    assert (tried, plan.offload, chosen.offload) == ([False], False, False)
+    # More than fits without, and less than the hosts hold.
+    long = job(seq_len=1_300_000)
+    plan, chosen = solve_modes(cluster, modes(long, "full", False, None))
+    assert (tried, plan.offload, chosen) == ([False] * 2 + [True], True, modes(long, "full", False, True)[0])
+    check(plan, cluster, chosen)
+    assert sum(plan.predicted.host_memory_gb) == pytest.approx(1_300_000 * 32 * 4096 * 2 / 1e9)
+    assert all(row.status == "ok" for row in plan.rivals if row.name in ("even", "ulysses"))  # they have it, too
+    with pytest.raises(cost.OutOfMemory, match="offload=true would fit"):
+        solve(cluster, modes(long, "full", False)[0])
+    # Hosts that hold less than half of it, for certain without any device that is full.
+    with pytest.raises(cost.OutOfMemory, match=r"node a100 keeps .* GB of layers' inputs in its host's memory"):
+        solve(with_hosts(cluster, 150.0), chosen)
+    with pytest.raises(ValueError, match="offload: device type a100_80 has no host_gb_per_s"):
+        solve(classes(a100=1), chosen)
 
 
 def test_modes_asked_for_are_not_changed_and_none_that_fits_is_an_error():

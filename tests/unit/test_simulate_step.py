@@ -18,6 +18,7 @@ from hexiseq.simulate import StepSimulation, simulate_step, write_trace
 from hexiseq.simulate.engine import Clock, SharedWires, Transfer
 from hexiseq.testing import draw_plan
 from hexiseq.workload import ModelShape, Workload
+from tests.unit.plans import draw_offload, with_hosts
 from tests.unit.test_schedule import A100, H100, L40S, LLAMA, gpu
 
 CPU = gpu("cpu", 0.07, 0.05, 0.038, vendor="cpu", memory_gb=4.0, hbm_gb_per_s=8.0, overhead_gb=0.4, kernel="cpu")
@@ -90,8 +91,12 @@ def drawn(seed: int, exchange: str = "ring") -> tuple[Plan, Cluster, Workload]:
     nodes = [Node(name, seats * count, 1.0, 1, 0.5) for name, count in (("here", near), ("there", far)) if count]
     devices = [RankDevice("cpu", "here" if rank < near else "there", "cpu") for rank in range(plan.world_size)]
     plan = dataclasses.replace(plan, devices=tuple(devices), recompute=("none", "selective", "full")[seed % 3])
-    workload = job(model, plan.seq_len, dtype="float32", recompute=plan.recompute, sequences=len(plan.replicas))
-    return plan, Cluster("drawn", tuple(nodes)), workload
+    plan = dataclasses.replace(plan, offload=draw_offload(seed, plan.recompute))
+    workload = job(
+        model, plan.seq_len, dtype="float32", recompute=plan.recompute, sequences=len(plan.replicas),
+        offload=plan.offload,
+    )  # fmt: skip
+    return plan, with_hosts(Cluster("drawn", tuple(nodes)), 100.0, 0.01), workload
 
 
 MIXED = {"h100": 1, "a100": 1}
@@ -103,6 +108,12 @@ AGREE = {
     "13B": (cluster(200, **MIXED), job(LLAMA_13B), {"exchange": "ring"}),
     "no recompute": (cluster(200, **MIXED), job(TINY, recompute="none", seq_len=131072), {}),
     "full recompute": (cluster(200, **MIXED), job(recompute="full"), {"exchange": "ring"}),
+    "offload": (with_hosts(cluster(200, **MIXED), 1000.0, 25.0), job(offload=True), {}),
+    "slow copies to hosts": (
+        with_hosts(cluster(200, **MIXED), 1000.0, 1.0),
+        job(offload=True, accumulation=2),
+        {"exchange": "ring"},
+    ),
     "accumulation": (cluster(200, **MIXED), job(TINY, accumulation=4, seq_len=131072), {}),
     "kept parameters": (cluster(200, **MIXED), job(TINY, keep_parameters=True, seq_len=131072), {}),
     "two sequences": (cluster(200, **MIXED), job(sequences=2, seq_len=131072), {}),
@@ -274,6 +285,9 @@ def test_work_and_bytes_are_the_cost_models(exchange: str) -> None:
             }
             for i, rank in enumerate(cost.ranks.tolist()):
                 busy[rank] = float(kernels[i])
+                if workload.offload:  # all but the last layer's input, out and back
+                    tokens = max(1, plan.shard(rank).num_tokens) * replica.sequences
+                    expected["host copy", rank, rank] = 2 * (model.layers - 1) * tokens * model.hidden * 4
                 for kind, matrix in sent.items():
                     for j, peer in enumerate(cost.ranks.tolist()):
                         expected[kind, rank, peer] += model.layers * float(matrix[i, j])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hexiseq.cluster import Cluster, Node, Seat
-from hexiseq.cost import MEMORY_FRACTION, Devices, Kind, check_memory, match_places, memory_gb, most_tokens
+from hexiseq.cost import MEMORY_FRACTION, Kind, Wires, check_memory, match_places, memory_gb, most_tokens
 from hexiseq.cost.layout import layout_of
 from hexiseq.plan import make_replica
 from hexiseq.schedule import solve
@@ -112,7 +112,7 @@ def test_the_most_tokens_that_fit_fit_and_one_more_does_not():
         half = {device.type: 1.000001 * float(np.median(used)) / MEMORY_FRACTION for device in cluster.devices}
         tight = with_memory(cluster, half)
         places = match_places(plan, tight)
-        most, alone = most_tokens(Kind(layout_of(plan, first), np.array([first.ranks])), work, Devices.of(places))
+        most, alone = most_tokens(Kind(layout_of(plan, first), np.array([first.ranks])), work, Wires(tight, places))
         assert ((most < 0) == (alone > 1)).all()
         for index, rank in enumerate(first.ranks):
             group = next(group for group in first.groups if rank in group.ranks)

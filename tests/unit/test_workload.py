@@ -130,6 +130,7 @@ def test_mistakes_are_named():
         ({"sequences": 1.0}, "sequences"),
         ({"dtype": "fp8"}, "dtype 'fp8'"),
         ({"recompute": "half"}, "recompute 'half'"),
+        ({"recompute": "none", "offload": True}, "workload: offload takes layers' inputs to host memory, and with"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(work, **change)
@@ -151,5 +152,7 @@ def test_wrong_types_are_named():
         dataclasses.replace(work, model=5)
     with pytest.raises(ValueError, match="keep_parameters must be true or false, got 1"):
         dataclasses.replace(work, keep_parameters=1)
+    with pytest.raises(ValueError, match="offload must be true or false, got 1"):
+        dataclasses.replace(work, offload=1)
     with pytest.raises(ValueError, match="tied_embeddings"):
         dataclasses.replace(LLAMA3_8B, tied_embeddings=1)
