@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from hexiseq.cluster import Cluster, gres_of
+from hexiseq.plan import Plan
 from recipes.job import Config, solve_config
 from recipes.walltime import Walltime, duration, seconds_of, walltime_within
 
@@ -82,6 +83,7 @@ def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -
             "cluster without them, or another strategy"
         )
     assert plan.predicted is not None
+    _check_host_memory(plan, config["slurm"]["memory_gb_per_gpu"])
     step_seconds, steps = plan.predicted.step_seconds, config["trainer"]["max_steps"]
     wanted = components(cluster, config["slurm"], recipe["start"])
     if recipe["check"] is not None:
@@ -107,6 +109,26 @@ def run(config: Config, run_dir: Path, arguments: Sequence[str] | None = None) -
     except OSError as error:
         raise ValueError(f"recipe.file {path} cannot be written: {error.strerror or error}") from None
     print(f"{walltime}\nwritten: {path}; submit it with: sbatch {shlex.quote(str(path))}")
+
+
+def _check_host_memory(plan: Plan, asked_gb: float | None) -> None:
+    """With offload, Slurm must be asked for the host memory that layers' inputs go to.
+
+    Args:
+        asked_gb: per GPU; None: what the site gives.
+    """
+    if not plan.offload:
+        return
+    assert plan.predicted is not None
+    nodes: dict[str, list[float]] = {}
+    for device, gb in zip(plan.devices, plan.predicted.host_memory_gb, strict=True):
+        nodes.setdefault(device.node, []).append(gb)
+    least, node = max((sum(held) / len(held), node) for node, held in nodes.items())
+    words = f"node {node} keeps {least:.3g} GB of layers' inputs a GPU in host memory, besides what its ranks need"
+    if asked_gb is None:
+        print(f"warning: {words}; slurm.memory_gb_per_gpu=GB asks for it", file=sys.stderr)
+    elif asked_gb <= least:
+        raise ValueError(f"{words}, and slurm.memory_gb_per_gpu asks for {asked_gb:g}; ask for more")
 
 
 def components(cluster: Cluster, site: Config, start: str) -> list[Component]:

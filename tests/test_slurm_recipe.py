@@ -67,6 +67,17 @@ def test_every_cluster_gives_a_file_that_agrees_with_it(name: str, tmp_path: Pat
         assert [part.tasks for part in asked] == [count if start == "tasks" else 1 for count in per_node]
 
 
+def test_host_memory_is_asked_for_where_inputs_go_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = [f"+cluster.nodes.{node}.host_memory_gb=1000" for node in (0, 1)]
+    job = ["recipe=slurm", "+cluster=h100_a100", "strategy.offload=true", *hosts]
+    slurm.run(composed(*job), tmp_path, job)
+    assert "warning: node h100 keeps 3.28 GB of layers' inputs a GPU in host memory" in capsys.readouterr().err
+    slurm.run(composed(*job, "slurm.memory_gb_per_gpu=16"), tmp_path, job)
+    assert "keeps" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"3.28 GB .* and slurm\.memory_gb_per_gpu asks for 2; ask for more"):
+        slurm.run(composed(*job, "slurm.memory_gb_per_gpu=2"), tmp_path, job)
+
+
 def test_files_of_the_repository_are_those_it_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

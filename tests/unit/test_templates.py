@@ -15,7 +15,7 @@ from hexiseq.schedule.search import Search
 from hexiseq.schedule.templates import WHOLE, Kinds, Templates, _best_numbers, _seated, template_groupings
 from hexiseq.workload import ModelShape, Workload
 
-from .plans import draw_large, with_memory
+from .plans import draw_large, with_hosts, with_memory
 from .test_schedule import A100, H100, L40S, gpu, without_time
 
 A40 = gpu("a40", 115, 80, 75, memory=48, hbm=696)
@@ -43,6 +43,16 @@ def test_awkward_nodes_with_little_memory_are_mixed(monkeypatch):
     without = solved()
     assert failed == without
     assert without.gap > 0.15
+
+
+def test_offload_leaves_room_to_recompute_less():
+    hosted, without = with_hosts(AWKWARD, 1000.0, 25.0), solved().predicted.step_seconds
+    for recompute, gap, faster in (("full", 0.06, 1.02), ("selective", 0.1, 1.2)):
+        work = dataclasses.replace(LONG, recompute=recompute, offload=True)
+        found = solve(hosted, work, rivals=False, time_limit_seconds=60)
+        check_memory(found, hosted, work)
+        assert found.gap < gap
+        assert without > faster * found.predicted.step_seconds
 
 
 def kinds_of(*nodes):
