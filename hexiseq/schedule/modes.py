@@ -25,7 +25,7 @@ def modes(
         for mode in ([recompute] if recompute is not None else RECOMPUTE_MODES)
         for moved in ([offload] if offload is not None else (False, True))
         for keep in ([keep_parameters] if keep_parameters is not None else (False, True))
-        if mode != "none" or not moved
+        if mode != "none" or not moved or (recompute and offload)  # which is refused
     ]
 
 

@@ -24,6 +24,7 @@ from hexiseq.cost import (
     ReplicaCost,
     Wires,
     accumulator_bytes,
+    check_offload,
     check_workload,
     match_places,
     optimizer_seconds,
@@ -170,6 +171,7 @@ def simulate_step(
     """
     check_workload(plan, workload)
     places = match_places(plan, cluster) if places is None else tuple(places)
+    check_offload(workload, places)
     slow = _check(plan, jitter, stragglers or {}, seed, window, layers)
     noise = _Noise(slow, jitter, seed)
     kinds = [dataclasses.replace(workload, model=model) for model in workload.model.kinds]

@@ -258,6 +258,8 @@ def test_offload_is_tried_where_memory_binds(monkeypatch):
         for recompute in ("none", "selective", "full") for offload in (False, True) for keep in (False, True)
         if recompute != "none" or not offload
     ]  # fmt: skip
+    with pytest.raises(ValueError, match="use recompute selective or full"):
+        modes(job(), "none", False, True)
     tried = []
 
     def counted(cluster, workload, *args, **options):

@@ -391,3 +391,5 @@ def test_a_plan_for_another_job_is_refused(plain) -> None:
     plan, whole, workload, _ = plain
     with pytest.raises(ValueError, match="the plan's seq_len is 262144, the workload's 131072"):
         simulate_step(plan, whole, dataclasses.replace(workload, seq_len=131072))
+    with pytest.raises(ValueError, match="offload: device type h100_sxm has no host_gb_per_s"):
+        simulate_step(dataclasses.replace(plan, offload=True), whole, dataclasses.replace(workload, offload=True))
