@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.slurm.jobs import LAYOUT, ROOT, SECONDS, TWO_AND_ONE, losses
 from tests.slurm.mini import Mini, Unavailable
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 400  # that a job may take on a busy machine
-LAYOUT = "h100:2:8 a100:2:4 l40s:1:2"
 
 
 def _mini(layout: str, *, running: bool) -> Mini:
@@ -49,3 +48,12 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("train.py", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the same job in three ranks of one machine, without Slurm and without a break."""
+    folder = tmp_path_factory.mktemp("plain")
+    command = [sys.executable, str(ROOT / "train.py"), *TWO_AND_ONE, f"hydra.run.dir={folder}"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=SECONDS)
+    return losses(folder)

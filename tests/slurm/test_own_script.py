@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import ROOT
+from tests.slurm.jobs import ROOT
 from tests.slurm.mini import Mini
 
 pytestmark = pytest.mark.slurm
