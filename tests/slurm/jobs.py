@@ -24,11 +24,14 @@ STEPS = 30
 
 
 def cluster(h100: int, a100: int) -> list[str]:
-    """The command line of a job for a node of either kind with so many GPUs."""
+    """The command line of a job for a node of either kind with so many GPUs, of the same tokens whatever the plan.
+
+    A rehearsal has a whole number of slots, as its plan does.
+    """
     nodes = ",".join((NODE.format("fast", "h100_sxm", h100), NODE.format("slow", "a100_80", a100)))
     return ["+cluster=h100_a100", f"cluster.nodes=[{nodes}]", "model=tiny_llama", "data=synthetic", "data.seq_len=256",
             "trainer.validation_sequences=0", "trainer.validate_every=null", "launch.timeout_seconds=60",
-            "strategy.drop_devices=false"]  # fmt: skip
+            "strategy.drop_devices=false", "strategy.slot=16"]  # fmt: skip
 
 
 TOTAL_STEPS = f"recipe.optimizer.total_steps={STEPS}"
