@@ -262,8 +262,7 @@ class Cluster:
     @property
     def devices(self) -> tuple[Device, ...]:
         """The distinct device types, in order of appearance."""
-        # By identity first: comparing thousands of devices field by field takes its time.
-        return tuple(dict.fromkeys({id(place.device): place.device for place in self.places}.values()))
+        return tuple(dict.fromkeys(seat.device for node in self.nodes for seat in node.seats))
 
     @cached_property
     def _link_table(self) -> dict[frozenset[str], float]:

@@ -80,7 +80,7 @@ class Group:
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
-    @property
+    @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(shard.rank for shard in self.shards)
 
@@ -96,7 +96,7 @@ class Replica:
     def slots(self) -> int:
         return sum(group.slots for group in self.groups)
 
-    @property
+    @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for group in self.groups for rank in group.ranks)
 
@@ -605,8 +605,9 @@ def _check_scalars(plan: Plan) -> None:
         raise ValueError(f"plan: offload must be true or false, got {plan.offload!r}")
     if plan.offload and plan.recompute == "none":
         raise ValueError(f"plan: {NO_OFFLOAD}")
-    for rank, device in enumerate(plan.devices):
-        choose(f"devices[{rank}].kernel", device.kernel, KERNELS)
+    kernels = [device.kernel for device in plan.devices]
+    for kernel in set(kernels):
+        choose(f"devices[{kernels.index(kernel)}].kernel", kernel, KERNELS)
     for name in ("memory_gb", "memory_limit_gb", "host_memory_gb") if plan.predicted else ():
         length = len(getattr(plan.predicted, name))
         if length != plan.world_size and not (name == "host_memory_gb" and length == 0):

@@ -6,6 +6,7 @@ A multiply-add is two FLOPs; an attention score and its use are four per query h
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,22 +70,22 @@ class ModelShape:
                 "set num_attention_heads to a multiple of num_key_value_heads"
             )
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer: attention and MLP matrices and the two norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
-    @property
+    @functools.cached_property
     def embedding_parameters(self) -> int:
         """Input embedding and output head (one matrix when tied), and the last norm."""
         return self.vocab * self.hidden * (1 if self.tied_embeddings else 2) + self.hidden
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[ModelShape, ...]:
         """The layers by kind, as models of only such layers: those with a window, those without."""
         if not self.full_layers:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hexiseq.cluster import Cluster, Device, Place
+from hexiseq.cluster import Cluster, Device, Node
 from hexiseq.cost.memory import token_capacity
 from hexiseq.cost.step import BACKWARD_ATTENTION, passes, predict, token_seconds
-from hexiseq.cost.traffic import GB, exposed_traffic, parameter_traffic
+from hexiseq.cost.traffic import GB, Devices, exposed_traffic, parameter_traffic
 from hexiseq.plan import Bound, Plan
 from hexiseq.workload import Workload, all_pairs, attention_flops
 
@@ -26,46 +25,42 @@ def lower_bound(cluster: Cluster, workload: Workload) -> float:
     devices it can have: those behind wires no slower. A plan on one node has that node's ports, one on several has
     their NICs, and the ports of nodes on which it has several ranks.
     """
-    devices = [place.device for place in cluster.places]
-    everything = devices_bound(devices, workload)
+    everyone = Devices.of(cluster.places)
+    everything = devices_bound(everyone, workload)
     if math.isinf(everything):
-        return float(_spread(_rates(devices, workload), workload))  # nothing fits; compute alone is still true
-    nodes: dict[int, list[Place]] = {}
-    for place in cluster.places:
-        nodes.setdefault(place.node, []).append(place)
-    kinds: dict[tuple, list[list[Place]]] = {}
-    for places in nodes.values():
-        kinds.setdefault((id(places[0].node_class), *(id(place.device) for place in places)), []).append(places)
+        return float(_spread(_rates(everyone, workload), workload))  # nothing fits; compute alone is still true
     # One device alone gathers nothing from anybody.
-    least = min(devices_bound([device], workload) for device in cluster.devices)
-    for alike in kinds.values():
-        inside = [place.device for place in alike[0]]
-        least = min(least, _least(_all_rates(inside, workload), workload, alike[0][0].node_class.intra_gb_per_s))
-    if len(nodes) > 1:
-        wires = {rate for alike in kinds.values() for rate in _wires(alike[0])}
-        for slowest in sorted(wires):
-            rates = np.concatenate([_reached(alike, slowest, workload) for alike in kinds.values()], axis=1)
+    least = min(devices_bound(Devices([device], np.zeros(1, int)), workload) for device in cluster.devices)
+    for node in cluster.nodes:
+        least = min(least, _least(_node_rates(node, workload), workload, node.intra_gb_per_s))
+    if sum(node.count for node in cluster.nodes) > 1:
+        for slowest in sorted({rate for node in cluster.nodes for rate in _wires(node)}):
+            rates = np.concatenate([_reached(node, slowest, workload) for node in cluster.nodes], axis=1)
             if rates.shape[1] > 1:
                 least = min(least, _least(rates, workload, slowest))
     return max(everything, least)
 
 
-def _wires(node: Sequence[Place]) -> tuple[float, float]:
+def _wires(node: Node) -> tuple[float, float]:
     """GB/s that a plan across nodes gets to several devices of a node, and to one of them alone."""
-    node_class = node[0].node_class
-    return min(node_class.intra_gb_per_s, node_class.network_gb_per_s), node_class.network_gb_per_s
+    return min(node.intra_gb_per_s, node.network_gb_per_s), node.network_gb_per_s
 
 
-def _reached(alike: Sequence[Sequence[Place]], slowest: float, workload: Workload) -> np.ndarray:
-    """Rates of the devices on these nodes that no wire slower than that leads to: ``[kinds of work, devices]``.
+def _node_rates(node: Node, workload: Workload) -> np.ndarray:
+    """Rates of one node's devices: ``[kinds of work, devices]``."""
+    return _all_rates([seat.device for seat in node.seats], workload)
+
+
+def _reached(node: Node, slowest: float, workload: Workload) -> np.ndarray:
+    """Rates of the devices on nodes of a class that no wire slower than that leads to: ``[kinds of work, devices]``.
 
     Where ports are slower there is one device a node, the best for every kind of work.
     """
-    several, alone = _wires(alike[0])
-    rates = _all_rates([place.device for place in alike[0]], workload)
+    several, alone = _wires(node)
+    rates = _node_rates(node, workload)
     if several < slowest:
         rates = rates.max(axis=1, keepdims=True) if alone >= slowest else rates[:, :0]
-    return np.tile(rates, len(alike))
+    return np.tile(rates, node.count)
 
 
 def _least(rates: np.ndarray, workload: Workload, wire_gb_per_s: float) -> float:
@@ -79,7 +74,7 @@ def _least(rates: np.ndarray, workload: Workload, wire_gb_per_s: float) -> float
     return float(np.maximum(path, parameter_traffic(workload, ranks) / wire).min())
 
 
-def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
+def devices_bound(devices: Devices, workload: Workload) -> float:
     """Seconds no feasible plan on these devices, or some of them, beats; infinite when memory cannot hold the tokens.
 
     Every kind of work is spread over all devices at their own rate for it, in fractions, with no traffic, merge or
@@ -90,25 +85,17 @@ def devices_bound(devices: Sequence[Device], workload: Workload) -> float:
     spread = _spread(_rates(devices, workload), workload)
     if workload.sequences > 1:
         return spread
-    kinds = _counted(devices)
-    capacity = [token_capacity(device, workload, len(devices)) for device, _ in kinds]
-    seconds = [token_seconds(device, workload) for device, _ in kinds]
-    counts = [count for _, count in kinds]
+    capacity = [token_capacity(device, workload, len(devices.index)) for device in devices.distinct]
+    seconds = [token_seconds(device, workload) for device in devices.distinct]
+    counts = np.bincount(devices.index).tolist()
     freely = workload.seq_len / sum(count / s for count, s in zip(counts, seconds, strict=True))
     level = _level(workload.seq_len, seconds, capacity, counts)
     return spread + workload.accumulation * max(0.0, level - freely)
 
 
-def compute_bound(devices: Sequence[Device], workload: Workload) -> float:
+def compute_bound(devices: Devices, workload: Workload) -> float:
     """Seconds of all compute spread over these devices in fractions, whatever their memory."""
     return _spread(_rates(devices, workload), workload)
-
-
-def _counted(devices: Sequence[Device]) -> list[tuple[Device, int]]:
-    """The distinct devices, and how many there are of each."""
-    counts = Counter(map(id, devices))
-    distinct = dict(zip(map(id, devices), devices, strict=True))
-    return [(distinct[key], count) for key, count in counts.items()]
 
 
 def _all_rates(devices: Sequence[Device], workload: Workload) -> np.ndarray:
@@ -119,10 +106,9 @@ def _all_rates(devices: Sequence[Device], workload: Workload) -> np.ndarray:
     ]).T  # fmt: skip
 
 
-def _rates(devices: Sequence[Device], workload: Workload) -> np.ndarray:
+def _rates(devices: Devices, workload: Workload) -> np.ndarray:
     """The same of all devices together."""
-    kinds = _counted(devices)
-    return _all_rates([device for device, _ in kinds], workload) @ [count for _, count in kinds]
+    return _all_rates(devices.distinct, workload) @ np.bincount(devices.index)
 
 
 def _spread(rates: Any, workload: Workload) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hexiseq.plan import Plan, Replica, fragments, fusion_width, interval_array
+from hexiseq.plan import Interval, Plan, Replica, fragments, fusion_width, interval_array
 
+T = TypeVar("T")
 # (slots, [(rank, tokens, query heads), ...]) per group, outermost first.
 Counts = Sequence[tuple[int, Sequence[tuple[int, int, int]]]]
 
@@ -31,6 +33,17 @@ def common_heads(mine: Held, ranks: np.ndarray, theirs: Held, others: np.ndarray
     return np.maximum(last - np.maximum(mine.first[ranks], theirs.first[others]), 0).astype(float)
 
 
+class _shared(cached_property[T]):
+    """Worked out once for a layout and all that differ from it in the way across groups alone."""
+
+    def __get__(self, layout: Any, owner: Any = None) -> Any:
+        known, name = layout.known, self.attrname
+        if name not in known:
+            known[name] = self.func(layout)
+        layout.__dict__[name] = known[name]
+        return known[name]
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """How one replica is laid out. Arrays of ranks are group after group, outermost first, in member order.
@@ -45,6 +58,7 @@ class Layout:
         ranks: what each rank is called.
         tokens: of each rank.
         first, last: query heads ``[first, last)`` of each rank.
+        known: what is worked out by now and does not hang on `fusion`, `exchange` and `ranks`.
     """
 
     seq_len: int
@@ -60,36 +74,38 @@ class Layout:
     tokens: np.ndarray
     first: np.ndarray
     last: np.ndarray
+    known: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def crossing(self, *, exchange: str | None = None, fusion: int | None = None) -> Layout:
-        """The layout with another way across groups; what does not hang on it is not worked out again."""
-        found = copy.copy(self)
-        object.__setattr__(found, "exchange", exchange or self.exchange)
-        object.__setattr__(found, "fusion", fusion or self.fusion)
-        return found
+        """The layout with another way across groups."""
+        return dataclasses.replace(self, exchange=exchange or self.exchange, fusion=fusion or self.fusion)
 
     def renamed(self, ranks: np.ndarray) -> Layout:
         """The layout with its ranks called so."""
         return dataclasses.replace(self, ranks=ranks)
 
-    # Below is what does not hang on fusion and exchange: copies share it.
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What does not hang on fusion, exchange and ranks' names, worked out once."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
-    @cached_property
+    @_shared
     def gqa_ratio(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @cached_property
+    @_shared
     def heads(self) -> np.ndarray:
         """Query heads of each rank, as floats."""
         return (self.last - self.first).astype(float)
 
-    @cached_property
+    @_shared
     def group_tokens(self) -> np.ndarray:
         """Tokens of each group."""
         return np.bincount(self.home, self.tokens)
 
-    @cached_property
+    @_shared
     def begins(self) -> np.ndarray:
         """Where each group's ranks begin, and the last one's end."""
         return np.searchsorted(self.home, np.arange(len(self.slots) + 1))
@@ -101,24 +117,19 @@ class Layout:
         begins = self.begins.tolist()
         return [(n, members[a:b]) for n, a, b in zip(self.slots.tolist(), begins[:-1], begins[1:], strict=True)]
 
-    @cached_property
+    @_shared
     def runs(self) -> np.ndarray:
         """Front and back interval of each group: ``[groups, 2, 2]``."""
         return interval_array(self.seq_len, self.slot, self.slots)
 
-    @cached_property
+    @_shared
     def pieces(self) -> np.ndarray:
         """Of each rank's kernel calls: how many there are for one tile, most query heads of one and most KV heads,
         query and KV heads of the last. ``[5, ranks]``, zeros for a rank without heads."""
-        known: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
-        ranges = list(zip(self.first.tolist(), self.last.tolist(), strict=True))
-        for heads in set(ranges):
-            cuts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in fragments(heads, self.gqa_ratio)] or [(0, 0)]
-            number = len(cuts) if heads[1] > heads[0] else 0
-            known[heads] = (number, max(q for q, _ in cuts), max(kv for _, kv in cuts), *cuts[-1])
-        return np.array([known[heads] for heads in ranges], float).T
+        ranges = zip(self.first.tolist(), self.last.tolist(), strict=True)
+        return np.array([_pieces(heads, self.gqa_ratio) for heads in ranges], float).T
 
-    @cached_property
+    @_shared
     def held(self) -> Held:
         """The KV heads that each rank attends with."""
         first, last = self.first // self.gqa_ratio, -(-self.last // self.gqa_ratio)
@@ -129,7 +140,7 @@ class Layout:
         below[:, 1:] = (more - fewer).reshape(groups, heads).cumsum(1)[:, :-1].cumsum(1)
         return Held(first, last, below)
 
-    @cached_property
+    @_shared
     def claimed(self) -> Held:
         """Those that no earlier member of its group holds: a rank speaks for its group on these.
 
@@ -141,12 +152,12 @@ class Layout:
         first, last = np.maximum(self.held.first, so_far), np.maximum(self.held.last, so_far)
         return Held(first, last, np.broadcast_to(np.arange(self.num_kv_heads + 1.0), self.held.below.shape))
 
-    @cached_property
+    @_shared
     def kv(self) -> np.ndarray:
         """KV heads that each rank attends with, as floats."""
         return (self.held.last - self.held.first).astype(float)
 
-    @cached_property
+    @_shared
     def hops(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Ranks with each rank of the group before theirs: both, KV heads that go there, and those of dKV back here."""
         before = (self.home - 1) % len(self.slots)
@@ -157,12 +168,20 @@ class Layout:
         returned = common_heads(self.held, here, self.claimed, there)
         return here, there, sent, returned
 
-    # The rest is quickly made.
-
-    @property
+    @cached_property
     def width(self) -> np.ndarray:
         """Slots that each group fuses into one kernel call on the ring."""
-        return np.array([fusion_width(self.fusion, slots) for slots in self.slots.tolist()])
+        widths = {slots: fusion_width(self.fusion, slots) for slots in set(self.slots.tolist())}
+        return np.array(list(map(widths.__getitem__, self.slots.tolist())))
+
+
+@functools.lru_cache(maxsize=65536)
+def _pieces(heads: Interval, gqa_ratio: int) -> tuple[int, int, int, int, int]:
+    """`Layout.pieces` of a rank with these query heads."""
+    cuts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in fragments(heads, gqa_ratio)]
+    if not cuts:
+        return 0, 0, 0, 0, 0
+    return len(cuts), max(q for q, _ in cuts), max(kv for _, kv in cuts), *cuts[-1]
 
 
 def make_layout(

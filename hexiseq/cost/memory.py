@@ -345,22 +345,22 @@ def _ring_moments(layout: Layout, workload: Workload, kv: np.ndarray, adopted: n
     kv_between = held(earlier, ahead) * kv + arriving + held(previous - 1, relayed) * copied
     kv_between += np.where(t == n, n * own_slot, np.where(previous == n, own_slot, 0.0))
     kv_call = held(previous, ahead) * kv + arriving + held(t - 1, relayed) * copied + np.where(t == n, own_slot, 0.0)
-    passed = held(earlier, t) * kv + held(previous - 1, t) * copied_back
-    dkv_call = passed + held(t, end) * kv + incoming(t, t)
-    dkv_after = passed + held(t, end) * kv + held(t, relayed) * copied_back + incoming(t, end)
     now, keys = np.where(t < outer, back, rows), held(t, end)
+    passed, coming = held(earlier, t) * kv + held(previous - 1, t) * copied_back, incoming(t, t)
+    dkv_call = passed + keys * kv + coming
+    dkv_after = passed + keys * kv + held(t, relayed) * copied_back + incoming(t, end)
     prior = np.where(t == n, adopted, np.where(previous < outer, back, rows))
     prior_keys = np.where(t == n, adopted, held(previous, t))
 
     own = n * own_slot + held(n, last(2 * n - 1)) * kv + held(n, 2 * n) * pieces
     everything = np.full_like(n, total)
     final = first(everything)
-    left = held(final, everything) * kv
     left_rows = np.where(final < outer, back, rows), held(final, everything)
+    left = left_rows[1] * kv
     come_home = held(first(final - 1), everything) * kv + incoming(everything, everything)
     return _Moments.of(
         (own, incoming(n, n), 0, 0, adopted, adopted),
-        (kv_between, passed + incoming(t, t), prior, prior_keys, 0, 0),
+        (kv_between, passed + coming, prior, prior_keys, 0, 0),
         (kv_call, dkv_call, prior, prior_keys, now, keys),
         (kv_call, dkv_after, now, keys, 0, 0),
         (left, come_home, *left_rows, 0, 0),

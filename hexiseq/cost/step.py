@@ -17,7 +17,7 @@ from hexiseq.cost.traffic import (
     Devices,
     Flow,
     Wires,
-    exchange_flows,
+    exchange_flow,
     exposed_traffic,
     kv_flows,
     parameter_traffic,
@@ -41,10 +41,11 @@ class ReplicaCost:
         attention_forward, attention_backward: seconds in the attention kernels.
         merge_forward, merge_backward: seconds of merging partial results and launching kernels.
         own_forward, own_backward: the part of the two above that is the group's own causal call.
-        heads_in, heads_out: all-to-all of forward: q, k, v to heads; out back to tokens.
-        grads_in, grads_out: all-to-all of backward: q, k, v, out, dout to heads; dq, dk, dv back to tokens.
-        kv, dkv: KV across groups in one pass (forward and backward alike), by the plan's exchange; dKV in backward.
-        late_dkv: the part of dKV that leaves after the last kernel call: that of its slots, or gathered all.
+        exchange: the four all-to-alls: of forward q, k, v to heads, and out back to tokens; of backward q, k, v, out,
+            dout to heads, and dq, dk, dv back to tokens.
+        kv: KV across groups in one pass (forward and backward alike), by the plan's exchange.
+        dkv: dKV in backward, and the part of it that leaves after the last kernel call: that of its slots, or gathered
+            all.
         loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
         copy: seconds in which the layer's input goes to host memory, or comes back; zeros without offload.
     """
@@ -57,13 +58,9 @@ class ReplicaCost:
     merge_backward: np.ndarray
     own_forward: np.ndarray
     own_backward: np.ndarray
-    heads_in: Flow
-    heads_out: Flow
-    grads_in: Flow
-    grads_out: Flow
+    exchange: Flow
     kv: Flow
     dkv: Flow
-    late_dkv: Flow
     loss: np.ndarray
     copy: np.ndarray
 
@@ -97,7 +94,8 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
         moved = np.zeros(len(near.rate))
         seconds = kernel_seconds = exchange_seconds = moving_seconds = copying_seconds = 0.0
         for model in workload.model.kinds:
-            cost = _replica_cost(kind.layout, dataclasses.replace(workload, model=model), near.devices)
+            one = workload if model is workload.model else dataclasses.replace(workload, model=model)
+            cost = _replica_cost(kind.layout, one, near.devices)
             layer = layer_seconds(kind.layout.exchange, cost, near, workload.recompute)
             seconds += model.layers * layer.path
             kernel_seconds += model.layers * layer.kernels
@@ -115,7 +113,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
 
     parameter_bytes = parameter_traffic(workload, len(wires))
     optimizer = optimizer_seconds(workload, wires)
-    busiest = wires.seconds(load, parameter_bytes * wires.circle)
+    (busiest,) = wires.seconds((load + parameter_bytes * wires.circle)[None])
     step = max(path + exposed_seconds(workload, wires) + optimizer, busiest)
     return Prediction(
         step_seconds=float(step),
@@ -159,20 +157,17 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
         "forward": float((cost.attention_forward + cost.merge_forward).max()),
         "backward": float((cost.attention_backward + cost.merge_backward).max()),
     }
-    heads_in, heads_out, grads_in, grads_out, kv, dkv, late_dkv = map(
-        wires.load,
-        (cost.heads_in, cost.heads_out, cost.grads_in, cost.grads_out, cost.kv, cost.dkv, cost.late_dkv),
-    )
-    all_to_all = {
-        "forward": wires.seconds(heads_in) + wires.seconds(heads_out),
-        "backward": wires.seconds(grads_in) + wires.seconds(grads_out),
-    }
-    late = wires.seconds(late_dkv)  # nothing hides what leaves after the last call
+    heads, kv, dkv = wires.load(cost.exchange), wires.load(cost.kv), wires.load(cost.dkv)
+    times = wires.seconds(np.concatenate([heads, kv, kv + dkv[:1], dkv[1:]]))
+    all_to_all = {"forward": times[0] + times[1], "backward": times[2] + times[3]}
+    gather, both, late = times[4:]  # nothing hides what leaves after the last call
     if exchange == "ring":
-        moving = {"forward": wires.seconds(kv), "backward": wires.seconds(kv, dkv)}
-        overlapped = {p: max(kernels[p] + (late if p == "backward" else 0.0), moving[p]) for p in counts}
+        moving = {"forward": gather, "backward": both}
+        overlapped = {
+            "forward": max(kernels["forward"], gather),
+            "backward": max(kernels["backward"] + late, both),
+        }
     else:
-        gather = wires.seconds(kv)
         moving = {"forward": gather, "backward": gather + late}
         overlapped = {
             "forward": _behind_own_call(gather, cost.own_forward, cost.attention_forward + cost.merge_forward),
@@ -184,7 +179,7 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
         return sum(counts[p] * seconds[p] for p in counts)
 
     exchanged = total(all_to_all)
-    load = forwards * (heads_in + heads_out + kv) + grads_in + grads_out + kv + dkv
+    load = forwards * (heads[0] + heads[1] + kv[0]) + heads[2] + heads[3] + kv[0] + dkv[0]
     path, copy = linear + exchanged + total(overlapped), float(cost.copy.max())
     # A layer's input leaves while it is worked on forward; backward the one before it comes.
     forward = float(cost.linear.max()) + all_to_all["forward"] + overlapped["forward"]
@@ -218,9 +213,8 @@ def busy_seconds(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
 
 def layer_bytes(cost: ReplicaCost, recompute: str) -> np.ndarray:
     """Bytes from rank to rank in one layer of a micro-step, all passes together: ``[sender, receiver]``."""
-    forward = cost.heads_in.matrix() + cost.heads_out.matrix() + cost.kv.matrix()
-    backward = cost.grads_in.matrix() + cost.grads_out.matrix() + cost.kv.matrix() + cost.dkv.matrix()
-    return passes(recompute)[0] * forward + backward
+    (heads_in, heads_out, grads_in, grads_out), kv = cost.exchange.matrix(), cost.kv.matrix()[0]
+    return passes(recompute)[0] * (heads_in + heads_out + kv) + grads_in + grads_out + kv + cost.dkv.matrix()[0]
 
 
 def replica_cost(plan: Plan, replica: Replica, workload: Workload, places: Sequence[Place]) -> ReplicaCost:
@@ -244,11 +238,11 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
     fed = np.maximum(layout.tokens, 1.0)
     heads, kv, cuts = layout.heads, layout.kv, layout.pieces[0]
 
-    rows, calls, foreign, own, pairs, own_pairs, *tiles = _kernel_calls(layout, model.window)
+    rows, calls, foreign, own, pairs, own_pairs = _kernel_calls(layout, model.window)
     dim = model.head_dim
     if any(device.curved for device in devices.distinct):
         # Pairs that take as long in large tiles.
-        own_slower, slower = _slowdowns(devices, own_pairs, tiles)
+        own_slower, slower = _slowdowns(devices, own_pairs, _tiles(layout))
         pairs = (pairs - own_pairs) * slower + own_pairs * own_slower
         own_pairs = own_pairs * own_slower
     flops = batch * heads * attention_flops(model, 1.0) * pairs
@@ -260,6 +254,7 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
     merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
     own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
 
+    kv_flow, dkv_flow = kv_flows(layout, workload)
     return ReplicaCost(
         ranks=layout.ranks,
         linear=batch * fed * (linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm),
@@ -271,8 +266,9 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
         own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
         copy=batch * fed * copy_seconds(devices.distinct, workload)[devices.index],
-        **exchange_flows(layout, workload),
-        **kv_flows(layout, workload),
+        exchange=layout.once(("all-to-all", model), lambda: exchange_flow(layout, workload)),
+        kv=kv_flow,
+        dkv=dkv_flow,
     )
 
 
@@ -284,47 +280,60 @@ def passes(recompute: str) -> tuple[int, int]:
     return (2 if recompute == "full" else 1), 1 + BACKWARD_LINEAR + (recompute != "none")
 
 
-def _kernel_calls(layout: Layout, window: int | None) -> tuple[np.ndarray, ...]:
+def _kernel_calls(layout: Layout, window: int | None) -> np.ndarray:
     """Per rank: rows of all calls, calls, foreign KV tokens, own group's tokens, (query, key) pairs, the own call's.
 
-    And of the other calls by size, the wide ones and the last of either side: all their pairs, and those of one.
-
     Inner groups' tokens meet the back queries, outer groups' all queries. On the ring, consecutive slots of one side
-    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the first pairs
-    alone: it leaves out rows and calls, too, but cuts some into several.
+    share a call as far as the plan fuses them; gathered, all of a side are one. A window is counted in the pairs alone:
+    it leaves out rows and calls, too, but cuts some into several.
     """
-    slots, runs = layout.slots, layout.runs
+    runs = layout.runs
     lengths = runs[:, :, 1] - runs[:, :, 0]
     front, back = lengths[:, 0], lengths[:, 1]
     own = front + back
-    width = layout.width if layout.exchange == "ring" else np.full(len(slots), slots.sum())
-
-    def outer(values: np.ndarray) -> np.ndarray:
-        return np.cumsum(values) - values
-
-    def inner(values: np.ndarray) -> np.ndarray:
-        return np.where(back > 0, values.sum() - np.cumsum(values), 0)
-
-    inner_calls, outer_calls = -(-inner(slots) // width), -(-outer(slots) // width)
+    width = _call_width(layout)
+    inner_slots, outer_slots = _foreign_slots(layout)
+    inner_calls, outer_calls = -(-inner_slots // width), -(-outer_slots // width)
     rows = own * (1 + outer_calls) + back * inner_calls
-    foreign = inner(own) + outer(front)
+    foreign = np.where(back > 0, layout.seq_len - np.cumsum(own), 0) + np.cumsum(front) - front
     up_to = attended_pairs(runs, window)
     pairs = (up_to[:, :, 1] - up_to[:, :, 0]).sum(1)
     columns = [rows, 1 + outer_calls + inner_calls, foreign, own, pairs, _own_pairs(runs, window)]
-    for queries, keys, count in ((back, layout.slot, inner(slots)), (own, layout.slot // 2, outer(slots))):
+    return np.array(columns, float)[:, layout.home]
+
+
+def _call_width(layout: Layout) -> np.ndarray:
+    """Slots of each group's calls for foreign ones."""
+    return layout.width if layout.exchange == "ring" else np.full(len(layout.slots), layout.slots.sum())
+
+
+def _foreign_slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Slots that each group meets with its back queries, and with all its queries."""
+    slots, back = layout.slots, layout.runs[:, 1, 1] > layout.runs[:, 1, 0]
+    outer = np.cumsum(slots) - slots
+    return np.where(back, slots.sum() - slots - outer, 0), outer
+
+
+def _tiles(layout: Layout) -> np.ndarray:
+    """The calls for foreign slots by size, the wide ones and the last of either side: in turn (query, key) pairs of all
+    and of one, per rank."""
+    width, lengths = _call_width(layout), layout.runs[:, :, 1] - layout.runs[:, :, 0]
+    inner, outer = _foreign_slots(layout)
+    columns = []
+    for queries, keys, count in ((lengths[:, 1], layout.slot, inner), (lengths.sum(1), layout.slot // 2, outer)):
         for number, wide in ((count // width, width), (np.minimum(count % width, 1), count % width)):
             columns += [number * queries * keys * wide, queries * keys * wide]
-    return tuple(column.astype(float)[layout.home] for column in columns)
+    return np.array(columns, float)[:, layout.home]
 
 
-def _slowdowns(devices: Devices, own_pairs: np.ndarray, tiles: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _slowdowns(devices: Devices, own_pairs: np.ndarray, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How much slower than in large tiles each rank's own call is, and its others, weighted by their pairs.
 
     Args:
-        tiles: in turn pairs of the calls of a size, and of one of them.
+        tiles: as `_tiles` has them.
     """
     own_slower, slower = np.ones((2, len(devices.index)))
-    pairs, one = np.stack(tiles[::2]), np.stack(tiles[1::2])
+    pairs, one = tiles[::2], tiles[1::2]
     for kind, device in enumerate(devices.distinct):
         ranks = np.flatnonzero(devices.index == kind)
         # A square of so many pairs, half of which it leaves out.

@@ -54,91 +54,90 @@ def exposed_traffic(workload: Workload, ranks: Any) -> Any:
 
 
 class Flow(ABC):
-    """Bytes from rank to rank of a replica, all at one time; a rank sends itself nothing.
+    """Bytes from rank to rank of a replica, of several exchanges one by one; a rank sends itself nothing.
 
     Attributes:
-        out, into: bytes that each rank sends, and receives.
+        out, into: bytes that each rank sends, and receives: ``[exchanges, ranks]``.
     """
 
     out: np.ndarray
     into: np.ndarray
 
+    def __init__(self) -> None:
+        self.loads: dict[Wires, np.ndarray] = {}  # that have been asked for
+
     @abstractmethod
     def between(self, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
-        """Bytes from ranks to other ranks, pair by pair."""
+        """Bytes from ranks to ranks, pair by pair: ``[exchanges, *pairs]``."""
 
     def matrix(self) -> np.ndarray:
-        """Bytes of all pairs: ``[sender, receiver]``."""
-        ranks = np.arange(len(self.out))
-        return self.between(ranks[:, None], ranks)
+        """Bytes of all pairs: ``[exchanges, sender, receiver]``."""
+        return self.between(*np.indices((self.out.shape[1],) * 2))
 
 
 class Inside(Flow):
-    """An all-to-all inside groups: from each member to each other ``sent[sender] * received[receiver]``."""
+    """All-to-alls inside groups: from each member to each other ``sent[:, sender] * received[:, receiver]``."""
 
     def __init__(self, home: np.ndarray, sent: np.ndarray, received: np.ndarray) -> None:
+        super().__init__()
         self.home, self.sent, self.received = home, sent, received
-        self.out = sent * (np.bincount(home, received)[home] - received)
-        self.into = received * (np.bincount(home, sent)[home] - sent)
+        first = np.searchsorted(home, np.arange(home[-1] + 1))
+        self.out = sent * (np.add.reduceat(received, first, axis=1)[:, home] - received)
+        self.into = received * (np.add.reduceat(sent, first, axis=1)[:, home] - sent)
 
     @override
     def between(self, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
         among = (self.home[sender] == self.home[receiver]) & (sender != receiver)
-        return self.sent[sender] * self.received[receiver] * among
+        return self.sent[:, sender] * self.received[:, receiver] * among
 
 
 class Across(Flow):
-    """KV or its gradients across groups: of each head that one rank gives and the other takes so many bytes.
+    """KV or its gradients across groups: so many bytes of each head that one rank gives and the other takes.
 
     Attributes:
-        size: bytes of a head from group to group, ``[sender, receiver]``.
+        size: bytes of a head from group to group: ``[exchanges, sender, receiver]``.
     """
 
     def __init__(self, home: np.ndarray, size: np.ndarray, given: Held, taken: Held) -> None:
+        super().__init__()
         self.home, self.size, self.given, self.taken = home, size, given, taken
-
-    @cached_property
-    def out(self) -> np.ndarray:  # type: ignore[override]
-        below = self.size @ self.taken.below
-        return below[self.home, self.given.last] - below[self.home, self.given.first]
-
-    @cached_property
-    def into(self) -> np.ndarray:  # type: ignore[override]
-        below = self.size.T @ self.given.below
-        return below[self.home, self.taken.last] - below[self.home, self.taken.first]
+        self.out = _within(size @ taken.below, home, given)
+        self.into = _within(size.transpose(0, 2, 1) @ given.below, home, taken)
 
     @override
     def between(self, sender: np.ndarray, receiver: np.ndarray) -> np.ndarray:
         heads = common_heads(self.given, sender, self.taken, receiver)
-        return self.size[self.home[sender], self.home[receiver]] * heads
+        return self.size[:, self.home[sender], self.home[receiver]] * heads
 
 
-def exchange_flows(layout: Layout, workload: Workload) -> dict[str, Inside]:
-    """The four all-to-alls of a layer."""
+def _within(below: np.ndarray, home: np.ndarray, held: Held) -> np.ndarray:
+    """Of what lies below each head, ``[exchanges, groups, heads]``, that of the heads each rank has."""
+    return below[:, home, held.last] - below[:, home, held.first]
+
+
+def exchange_flow(layout: Layout, workload: Workload) -> Inside:
+    """The four all-to-alls of a layer: of forward to heads and back, of backward to heads and back."""
     home, heads, kv = layout.home, layout.heads, layout.kv
     tokens = layout.tokens * float(workload.model.head_dim * layout.sequences * workload.element_bytes)
     # Where two ranks hold the same KV head, gradients go home as unrounded partial sums.
-    shared = (np.bincount(home, kv) > layout.num_kv_heads)[home]
+    shared = (layout.held.below[:, -1] > layout.num_kv_heads)[home]
     grads = tokens * np.where(shared, accumulator_bytes(workload) / workload.element_bytes, 1.0)
-    return {
-        "heads_in": Inside(home, tokens, heads + 2 * kv),
-        "heads_out": Inside(home, heads, tokens),
-        "grads_in": Inside(home, tokens, 3 * heads + 2 * kv),
-        "grads_out": Inside(home, heads + 2 * kv, grads),
-    }
+    return Inside(
+        home,
+        np.array([tokens, heads, tokens, heads + 2 * kv]),
+        np.array([heads + 2 * kv, tokens, 3 * heads + 2 * kv, grads]),
+    )
 
 
-def kv_flows(layout: Layout, workload: Workload) -> dict[str, Across]:
-    """KV and dKV across groups in one pass, and what of dKV leaves when all kernel calls of its sender have ended."""
+def kv_flows(layout: Layout, workload: Workload) -> tuple[Across, Across]:
+    """KV across groups in one pass; dKV, and what of it leaves when all kernel calls of its sender have ended."""
     fetched, delivered, last = group_tokens(layout, workload.model.window)
     unit = 2 * workload.model.head_dim * layout.sequences
-    home, held, claimed, wide = layout.home, layout.held, layout.claimed, unit * accumulator_bytes(workload)
-    dkv = Across(home, wide * delivered, held, claimed)
-    return {
-        "kv": Across(home, unit * workload.element_bytes * fetched, claimed, held),
-        "dkv": dkv,
-        "late_dkv": dkv if last is delivered else Across(home, wide * last, held, claimed),
-    }
+    return (
+        Across(layout.home, unit * workload.element_bytes * fetched[None], layout.claimed, layout.held),
+        Across(layout.home, unit * accumulator_bytes(workload) * np.array([delivered, last]), layout.held,
+               layout.claimed),
+    )  # fmt: skip
 
 
 def group_tokens(layout: Layout, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -182,37 +181,45 @@ def _ring_tokens(
         return fetched, delivered, late
     runs = interval_array(layout.seq_len, layout.slot, np.ones(slots.sum(), int)).astype(float)
     home, group = np.repeat(np.arange(groups), slots), np.arange(groups)
-    before = home[:, None] > group  # not past the wrap
-    away = home[:, None] != group
-    back_tokens = (runs[:, 1, 1] - runs[:, 1, 0])[:, None]
-
     # Groups further along have later fronts and earlier backs, so that one of them reaches furthest.
-    behind = np.append(outer_from[1:], layout.seq_len)[home]
-    past = np.maximum(0.0, runs[:, 0, 1] - np.maximum(runs[:, 0, 0], behind))[:, None]
-    ahead = np.minimum.accumulate(inner_from)
-    inner = _from(runs[:, 0], ahead) + _from(runs[:, 1], ahead)
-    # One piece travels, from the first token to the last that is needed.
-    both = np.where(past > 0, np.where(inner > 0, np.maximum(inner, past + back_tokens), past), inner)
-    held = np.where(before, both, past) * away
+    behind, ahead = np.append(outer_from[1:], layout.seq_len), np.minimum.accumulate(inner_from)
+    last = np.append(layout.seq_len, inner_from[:-1])  # of the group before home, which reaches furthest so far
 
-    last = np.append(layout.seq_len, inner_from[:-1])[home]  # of the group before home, which reaches furthest so far
-    so_far = np.where(before, last[:, None], np.minimum(outer_from, last[:, None]))
-    fronts = np.maximum(0.0, runs[:, 0, 1:] - np.maximum(runs[:, 0, :1], so_far)) * away
-    backs = np.maximum(0.0, runs[:, 1, 1:] - np.maximum(runs[:, 1, :1], so_far)) * (away & before)
+    def arrive(home: np.ndarray, runs: np.ndarray) -> np.ndarray:
+        """Tokens of what lies there that come to each group."""
+        past = np.maximum(0.0, runs[:, 0, 1] - np.maximum(runs[:, 0, 0], behind[home]))[:, None]
+        inner = _from(runs[:, 0], ahead) + _from(runs[:, 1], ahead)
+        # One piece travels, from the first token to the last that is needed.
+        both = np.where(inner > 0, np.maximum(inner, past + (runs[:, 1, 1] - runs[:, 1, 0])[:, None]), past)
+        both = np.where(past > 0, both, inner)
+        return np.where(home[:, None] > group, both, past) * (home[:, None] != group)
 
+    def leave(home: np.ndarray, runs: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of what lies there whose dKV leaves a group: of its front half, and of its back half."""
+        before = home > group  # not past the wrap
+        so_far = np.where(before, last[home], np.minimum(outer_from[group], last[home]))
+        fronts = np.maximum(0.0, runs[..., 0, 1] - np.maximum(runs[..., 0, 0], so_far)) * (home != group)
+        return fronts, np.maximum(0.0, runs[..., 1, 1] - np.maximum(runs[..., 1, 0], so_far)) * before
+
+    # Without a window all slots of a group go the same way.
+    whole = (outer_from == 0).all() and np.isin(inner_from, (0, layout.seq_len)).all()
+    places = (group, layout.runs.astype(float)) if whole else (home, runs)
+    held = arrive(*places)
+    fronts, backs = leave(places[0][:, None], places[1][:, None], group)
     before_it = (group - 1) % groups
     fetched[(group + 1) % groups, group] = held.sum(0)
     delivered[group, before_it] = fronts.sum(0)
     delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
-    np.add.at(delivered[0], home, backs[:, 0])
+    np.add.at(delivered[0], places[0], backs[:, 0])
 
     # The last call takes the slots just before a group's own; inner groups' only where there are no outer ones.
     first = np.cumsum(slots) - slots
     ticks = (np.where(group > 0, first, len(home) - slots[0]) - 1) % layout.width + 1
     steps = np.arange(ticks.max())
     slot, taken = (first[:, None] - 1 - steps) % len(home), steps < ticks[:, None]
-    late[group, before_it] = (fronts[slot, group[:, None]] * taken).sum(1)
-    np.add.at(late[0], home[slot[0]], backs[slot[0], 0] * taken[0])
+    fronts, backs = leave(home[slot], runs[slot], group[:, None])
+    late[group, before_it] = (fronts * taken).sum(1)
+    np.add.at(late[0], home[slot[0]], backs[0] * taken[0])
     return fetched, delivered, late
 
 
@@ -241,10 +248,10 @@ class Devices:
 
 def _numbered(things: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
     """The distinct things, by identity, and the number of each."""
-    known: dict[int, int] = {}
-    index = np.array([known.setdefault(id(thing), len(known)) for thing in things])
-    _, first = np.unique(index, return_index=True)
-    return [things[i] for i in first.tolist()], index
+    keys = list(map(id, things))
+    distinct = dict(zip(keys, things, strict=True))
+    number = dict(zip(distinct, range(len(distinct)), strict=True))
+    return list(distinct.values()), np.array(list(map(number.__getitem__, keys)))
 
 
 class Wires:
@@ -282,26 +289,45 @@ class Wires:
     ) -> None:  # fmt: skip
         self.devices, self.node, self.port, self.nic, self.link, self.seat = devices, node, port, nic, link, seat
         self.host_memory_gb = host_memory_gb
+        self._subsets: dict[bytes, Wires] = {}
 
     def __len__(self) -> int:
         """Number of ranks."""
         return len(self.node)
 
     def subset(self, ranks: np.ndarray) -> Wires:
-        """The wires as the given ranks see them, in that order."""
-        nodes, node = np.unique(self.node[ranks], return_inverse=True)
-        link = None if self.link is None else self.link[np.ix_(nodes, nodes)]
+        """The wires as the given ranks see them, in that order; worked out once."""
+        key = ranks.tobytes()
+        if key not in self._subsets:
+            nodes, node = np.unique(self.node[ranks], return_inverse=True)
+            link = None if self.link is None else self.link[np.ix_(nodes, nodes)]
+            found = self._subsets[key] = object.__new__(Wires)
+            found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes], link, self.seat[ranks],
+                       self.host_memory_gb[ranks])  # fmt: skip
+        return self._subsets[key]
+
+    def through(self, nic: np.ndarray) -> Wires:
+        """The same with other NICs, of so many bytes a second."""
         found = object.__new__(Wires)
-        found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes], link, self.seat[ranks],
-                   self.host_memory_gb[ranks])  # fmt: skip
+        found._set(self.devices, self.node, self.port, nic, self.link, self.seat, self.host_memory_gb)
         return found
 
-    def signature(self, ranks: Sequence[int] | np.ndarray) -> Hashable:
-        """Equal only for ranks on devices alike that share nodes alike, one by one."""
-        rows = np.asarray(ranks)
-        nodes, relative = np.unique(self.node[rows], return_inverse=True)
-        link = b"" if self.link is None else self.link[np.ix_(nodes, nodes)].tobytes()
-        return self.seat[rows].tobytes(), relative.tobytes(), link
+    def signatures(self, rows: np.ndarray) -> list[Hashable]:
+        """For rows of ranks something equal only for those on devices alike that share nodes alike, one by one."""
+        # Nodes of a row numbered in their order.
+        order = np.argsort(self.node[rows], axis=1, kind="stable")
+        nodes = np.take_along_axis(self.node[rows], order, axis=1)
+        numbers = np.zeros_like(nodes)
+        np.put_along_axis(numbers, order, np.cumsum(np.diff(nodes, axis=1, prepend=nodes[:, :1]) > 0, axis=1), axis=1)
+        found = [(seats.tobytes(), number.tobytes()) for seats, number in zip(self.seat[rows], numbers, strict=True)]
+        if self.link is None:
+            return list(found)
+        links = (self.link[np.ix_(here, here)].tobytes() for here in map(np.unique, self.node[rows]))
+        return list(zip(found, links, strict=True))
+
+    def signature(self, ranks: Sequence[int]) -> Hashable:
+        """The same of one row."""
+        return self.signatures(np.array([ranks]))[0]
 
     @cached_property
     def slowest_hbm(self) -> float:
@@ -327,21 +353,29 @@ class Wires:
         return order[a], order[b]
 
     def load(self, flow: Flow) -> np.ndarray:
-        """Bytes that a flow between these ranks puts on each wire."""
+        """Bytes that exchanges between these ranks put on each wire: ``[exchanges, wires]``."""
+        if self not in flow.loads:
+            flow.loads[self] = self._load(flow)
+        return flow.loads[self]
+
+    def _load(self, flow: Flow) -> np.ndarray:
         a, b = self.neighbours
-        ranks, nodes, near = len(self.node), len(self.nic), flow.between(a, b)
-        near_out, near_in = np.bincount(a, near, ranks), np.bincount(b, near, ranks)
+        near = flow.between(a, b)
+        near_out, near_in = self._summed(near, a, len(self.node)), self._summed(near, b, len(self.node))
         far_out, far_in = (
-            np.bincount(self.node, every - inside, nodes)
-            for every, inside in ((flow.out, near_out), (flow.into, near_in))
+            self._summed(far, self.node, len(self.nic)) for far in (flow.out - near_out, flow.into - near_in)
         )
         parts = [near_out, near_in, far_out, far_in]
         if self.link is not None:
-            on_node = (self.node[:, None] == np.arange(nodes)).astype(float)
-            links = on_node.T @ flow.matrix() @ on_node
-            np.fill_diagonal(links, 0.0)
-            parts.append(links.ravel())
-        return np.concatenate(parts)
+            on_node = (self.node[:, None] == np.arange(len(self.nic))).astype(float)
+            links = on_node.T @ flow.matrix() @ on_node * (1 - np.eye(len(self.nic)))
+            parts.append(links.reshape(len(links), -1))
+        return np.concatenate(parts, axis=1)
+
+    def _summed(self, values: np.ndarray, index: np.ndarray, most: int) -> np.ndarray:
+        """Sums of each row's values by their index below `most`."""
+        rows = np.arange(len(values))[:, None] * most
+        return np.bincount((rows + index).ravel(), values.ravel(), len(values) * most).reshape(len(values), most)
 
     def spread(self, load: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """The load of replicas on these ranks, ``[count, width]``, on nodes alike: each has `load` on its own wires."""
@@ -353,14 +387,18 @@ class Wires:
             wires.append(2 * (total + most) + pairs.reshape(len(ranks), -1))
         return np.bincount(np.concatenate(wires, axis=1).ravel(), np.tile(load, len(ranks)), len(self.rate))
 
-    def seconds(self, *loads: np.ndarray) -> float:
-        """Time of the busiest wire for these loads, all at one time."""
-        return float((sum(loads) / self.rate).max())
+    def seconds(self, load: np.ndarray) -> list[float]:
+        """Time of the busiest wire for each of these loads."""
+        return (load / self.rate).max(axis=1).tolist()
 
     def around(self, size: float) -> float:
         """Time of the busiest wire for so many bytes on every wire of the circle of all ranks."""
-        on_circle = self.circle > 0
-        return size / float(self.rate[on_circle].min()) if on_circle.any() else 0.0
+        return size / self._around
+
+    @cached_property
+    def _around(self) -> float:
+        """Bytes a second of the slowest wire of the circle; infinite where there is none."""
+        return float(np.where(self.circle > 0, self.rate, np.inf).min())
 
     @cached_property
     def circle(self) -> np.ndarray:

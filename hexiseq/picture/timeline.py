@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hexiseq.cluster import Cluster, Place
-from hexiseq.cost import BACKWARD_LINEAR, Flow, ReplicaCost, Wires, match_places, passes, replica_cost
+from hexiseq.cost import BACKWARD_LINEAR, ReplicaCost, Wires, match_places, passes, replica_cost
 from hexiseq.picture.rows import Row, kinds_of, rows, runs
 from hexiseq.plan import Plan, Replica
 from hexiseq.simulate import Phase, Span, StepSimulation, simulate_step
@@ -219,27 +219,23 @@ def _steps(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> di
     """Of each pass what comes after what: matrices, all-to-all, attention, all-to-all."""
     forwards, linears = passes(recompute)
 
-    def took(*flows: Flow) -> float:
-        return wires.seconds(*map(wires.load, flows))
+    heads, kv, dkv = (wires.load(flow) for flow in (cost.exchange, cost.kv, cost.dkv))
+    *exchanges, fetched, both, given, late = wires.seconds(np.concatenate([heads, kv, kv + dkv[:1], dkv]))
 
-    def attend(into: Flow, kernels: np.ndarray, travel: Sequence[Flow], out: Flow) -> list[_Step]:
-        return [
-            ("all-to-all", None, took(into)),
-            ("attention", kernels, took(*travel)),
-            ("all-to-all", None, took(out)),
-        ]
+    def attend(first: int, kernels: np.ndarray, travel: float) -> list[_Step]:
+        into, out = exchanges[first : first + 2]
+        return [("all-to-all", None, into), ("attention", kernels, travel), ("all-to-all", None, out)]
 
-    forward = attend(cost.heads_in, cost.attention_forward + cost.merge_forward, [cost.kv], cost.heads_out)
+    forward = attend(0, cost.attention_forward + cost.merge_forward, fetched)
     kernels = cost.attention_backward + cost.merge_backward
     if exchange == "ring":
-        backward = attend(cost.grads_in, kernels, [cost.kv, cost.dkv], cost.grads_out)
+        backward = attend(2, kernels, both)
         # The last gradients leave after the kernels, and are waited for unless the ring is slower anyhow.
         busy, moving = float(kernels.max()), backward[1][2]
-        late = max(busy + took(cost.late_dkv), moving) - max(busy, moving)
-        backward.insert(2, ("last dkv", None, late))
+        backward.insert(2, ("last dkv", None, max(busy + late, moving) - max(busy, moving)))
     else:
-        backward = attend(cost.grads_in, kernels, [cost.kv], cost.grads_out)
-        backward.insert(2, ("dkv return", None, took(cost.dkv)))
+        backward = attend(2, kernels, fetched)
+        backward.insert(2, ("dkv return", None, given))
     again = [("linear", (linears - 1 - BACKWARD_LINEAR) * cost.linear, 0.0), *(forwards - 1) * forward]
     return {
         "forward": [("linear", cost.linear, 0.0), *forward],

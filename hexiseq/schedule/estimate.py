@@ -61,15 +61,17 @@ class Job:
         self.kv_bytes = 2 * model.layers * model.head_dim * workload.element_bytes
         self.gradients = cost.accumulator_bytes(workload) / workload.element_bytes
 
+    def part(self, ranks: np.ndarray) -> Job:
+        """The job on these ranks alone."""
+        return Job(self.cluster, [self.places[rank] for rank in ranks.tolist()], self.workload)
+
     @cached_property
-    def nodes(self) -> list[list[list[int]]]:
+    def nodes(self) -> list[list[np.ndarray]]:
         """Ranks of each node, by kind of node."""
-        members: dict[int, list[int]] = {}
-        for rank, node in enumerate(self.wires.node.tolist()):
-            members.setdefault(node, []).append(rank)
-        kinds: dict[tuple, list[list[int]]] = {}
-        for ranks in members.values():
-            kinds.setdefault((id(self.places[ranks[0]].node_class), *self.device[ranks].tolist()), []).append(ranks)
+        order = np.argsort(self.wires.node, kind="stable")
+        kinds: dict[bytes, list[np.ndarray]] = {}
+        for ranks in np.split(order, np.cumsum(np.bincount(self.wires.node))[:-1]):
+            kinds.setdefault(self.wires.seat[ranks].tobytes(), []).append(ranks)
         return list(kinds.values())
 
     def calls(self, tokens: float) -> float:
@@ -119,7 +121,7 @@ def kind_of(layout: Layout, ranks: np.ndarray) -> Kind:
 
 @dataclass(frozen=True)
 class Ring:
-    """The members of all groups of a ring, group after group, by their place in it.
+    """The members of all groups of a ring, in any order.
 
     Attributes:
         home: group of each.
@@ -172,23 +174,18 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
     """
     model, ranks = job.workload.model, alike.ranks[0]
     n, total, layers = len(ranks), job.workload.seq_len, job.workload.model.layers
-    groups, devices = n // width, np.unique(job.device[ranks])
+    groups, devices, wires = n // width, job.device[ranks], job.wires.subset(ranks)
     tokens, query, kv = total / groups, model.heads / width, max(model.kv_heads / width, 1.0)
-    _, node = np.unique(job.wires.node[ranks], return_inverse=True)
+    node, port, nic = wires.node, wires.port, wires.nic
     seats = np.bincount(node)
-    port, nic = job.wires.port[ranks], np.zeros(len(seats))
-    nic[node] = job.wires.nic[job.wires.node[ranks]]
 
     index = np.arange(n)
     home = index // width if consecutive else index % groups
     place = index % width if consecutive else index // groups
-    order = np.lexsort((place, home))
     following = (home + 1) % groups
     partner = following * width + place if consecutive else place * groups + following
-    position = np.empty(n, int)
-    position[order] = index
-    ring = Ring(home[order], position[partner[order]], node[order], np.full(n, kv), np.full(groups, tokens))
-    forward_kv, backward_kv, nic_seconds = ring_seconds(job, ring, port[order], nic)
+    ring = Ring(home, partner, node, np.full(n, kv), np.full(groups, tokens))
+    forward_kv, backward_kv, nic_seconds = ring_seconds(job, ring, port, nic)
 
     all_to_all = 0.0
     if width > 1:
@@ -214,8 +211,7 @@ class Exchange:
     def __init__(self, job: Job, ranks: np.ndarray) -> None:
         self.job, self.ranks = job, ranks
         self.node = job.wires.node[ranks]
-        self.alike = list(zip(job.device[ranks].tolist(), (id(job.places[r].node_class) for r in ranks.tolist()),
-                              strict=True))  # fmt: skip
+        self._nodes, self.alike = self.node.tolist(), job.wires.seat[ranks].tolist()
         self._on_node = np.bincount(self.node)
         self._found: dict[tuple, tuple[float, np.ndarray]] = {}
 
@@ -226,7 +222,7 @@ class Exchange:
             members: ranks of the replica.
         """
         first: dict[int, int] = {}
-        nodes = tuple(first.setdefault(int(self.node[r]), len(first)) for r in members)
+        nodes = tuple(first.setdefault(self._nodes[r], len(first)) for r in members)
         key = (tuple(self.alike[r] for r in members), nodes, heads)
         if key not in self._found:
             self._found[key] = self._measure(members, heads)
@@ -243,11 +239,13 @@ class Exchange:
         part, h = speed / speed.sum(), np.array(heads, float)
         wires = job.wires.subset(self.ranks[members])
         # The other ranks of these nodes are in groups alike, through the same NICs.
-        wires.nic = wires.nic * np.bincount(wires.node) / self._on_node[np.unique(self.node[members])]
+        wires = wires.through(wires.nic * np.bincount(wires.node) / self._on_node[np.unique(self.node[members])])
         unit = model.layers * model.head_dim * job.workload.element_bytes
 
-        def busy(sent: np.ndarray, received: np.ndarray) -> float:
-            return wires.seconds(wires.load(Inside(np.zeros(len(members), int), sent * unit, received)))
-
-        forward = busy(part, h + 2 * kv) + busy(h, part)
-        return job.forwards * forward + busy(part, 3 * h + 2 * kv) + busy(h + 2 * kv, part), kv
+        flow = Inside(
+            np.zeros(len(members), int),
+            unit * np.array([part, h, part, h + 2 * kv]),
+            np.array([h + 2 * kv, part, 3 * h + 2 * kv, part]),
+        )
+        to_heads, back, to_heads_again, home = wires.seconds(wires.load(flow))
+        return job.forwards * (to_heads + back) + to_heads_again + home, kv

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from hexiseq.cost import Counts, Layout, make_layout
 from hexiseq.plan import EXCHANGES, fits_slots
 from hexiseq.workload import Workload
@@ -77,16 +79,18 @@ def even_grid(
             f"least {2 * groups}; use a longer sequence or fewer devices"
         )
     slot, per_group = _even_slots(policy, workload.seq_len, groups, slot)
-    model = workload.model
-    counts = []
-    short = sum(per_group) * slot - workload.seq_len
-    for g, slots in enumerate(per_group):
-        tokens = slots * slot - (short if g == 0 else 0)
-        members = range(g * width, (g + 1) * width) if placement == HEAD_FIRST else range(g, ranks, groups)
-        counts.append((slots, [
-            (rank, tokens // width + (m < tokens % width), model.heads // width) for m, rank in enumerate(members)
-        ]))  # fmt: skip
-    return lay_out(workload, counts, slot, fusion=1, exchange="ring")
+    model, slots = workload.model, np.array(per_group)
+    held = slots * slot
+    held[0] -= held.sum() - workload.seq_len
+    home, member = np.repeat(np.arange(groups), width), np.tile(np.arange(width), groups)
+    first = member * (model.heads // width)
+    return Layout(
+        workload.seq_len, model.heads, model.kv_heads, slot, 1, "ring", workload.sequences, slots, home,
+        ranks=np.arange(ranks) if placement == HEAD_FIRST else member * groups + home,
+        tokens=held[home] // width + (member < held[home] % width),
+        first=first,
+        last=first + model.heads // width,
+    )  # fmt: skip
 
 
 def _even_slots(policy: str, seq_len: int, groups: int, slot: int | None) -> tuple[int, list[int]]:

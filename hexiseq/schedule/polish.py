@@ -127,7 +127,7 @@ def _changes(search: Search, outline: Outline) -> Iterator[Outline]:
     if len(groups) > 1 and search.options.slot is None:
         shares = np.array([slots * outline.slot for slots in outline.slots], float)
         totals = slot_totals(n, len(groups), 64)
-        ranked = rank_totals(shares.tolist(), [1] * len(groups), totals, [1] * len(totals))
+        ranked = rank_totals(shares.tolist(), [1] * len(groups), totals, 1)
         for _, total in ranked[:MOST_TOTALS]:
             slot = 2 * -(-n // (2 * total))
             counts = round_slots(shares, np.full(len(groups), total), total, 1)

@@ -24,7 +24,7 @@ def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
     seen = set()
     for number in replica_numbers(len(job.places), job.workload.sequences):
         for replicas in (_mixed(job, number), _by_kind(job, number)):
-            key = tuple(sorted(map(tuple, replicas)))
+            key = tuple(sorted(ranks.tobytes() for ranks in replicas))
             if len(replicas) == number and key not in seen:
                 seen.add(key)
                 yield _with_sequences(job, replicas)
@@ -50,23 +50,22 @@ def replica_numbers(ranks: int, sequences: int, *, even: bool = False) -> list[i
     return small
 
 
-def _mixed(job: Job, number: int) -> list[list[int]]:
+def _mixed(job: Job, number: int) -> list[np.ndarray]:
     """Every replica its part of every kind of node, whole nodes if there are enough; else parts of nodes."""
     kinds = job.nodes
     nodes = sum(map(len, kinds))
     if number > nodes:
         return _inside(job, kinds, number)
-    replicas: list[list[int]] = [[] for _ in range(number)]
+    replicas: list[list[np.ndarray]] = [[] for _ in range(number)]
     for turn, kind in enumerate(kinds):
         for r in range(number):
             # Kinds start their rounding elsewhere, so that no replica gets the odd node of them all.
             start, end = (((r + i) * len(kind) + turn * number // len(kinds)) // number for i in (0, 1))
-            for ranks in kind[start:end]:
-                replicas[r] += ranks
-    return [sorted(ranks) for ranks in replicas if ranks]
+            replicas[r] += kind[start:end]
+    return [np.sort(np.concatenate(members)) for members in replicas if members]
 
 
-def _inside(job: Job, kinds: list[list[list[int]]], number: int) -> list[list[int]]:
+def _inside(job: Job, kinds: list[list[np.ndarray]], number: int) -> list[np.ndarray]:
     """Every node cut into replicas, larger nodes into more, with devices of each type in turn."""
     nodes = [ranks for kind in kinds for ranks in kind]
     parts = [1] * len(nodes)
@@ -74,18 +73,18 @@ def _inside(job: Job, kinds: list[list[list[int]]], number: int) -> list[list[in
         parts[max(range(len(nodes)), key=lambda i: (len(nodes[i]) / parts[i], -i))] += 1
     found = []
     for ranks, count in zip(nodes, parts, strict=True):
-        by_type = sorted(ranks, key=lambda r: (job.device[r], r))
-        found += [sorted(by_type[i::count]) for i in range(count)]
-    return [ranks for ranks in found if ranks]
+        by_type = ranks[np.lexsort((ranks, job.device[ranks]))]
+        found += [np.sort(by_type[i::count]) for i in range(count)]
+    return [ranks for ranks in found if len(ranks)]
 
 
-def _by_kind(job: Job, number: int) -> list[list[int]]:
+def _by_kind(job: Job, number: int) -> list[np.ndarray]:
     """Replicas of one kind of node each, kinds with more compute in more replicas."""
     kinds = job.nodes
     if len(kinds) == 1 or number < len(kinds) or number > sum(map(len, kinds)):
         return []
     one = dataclasses.replace(job.workload, sequences=1)
-    strength = [1 / cost.compute_bound([job.places[r].device for ranks in kind for r in ranks], one) for kind in kinds]
+    strength = [1 / cost.compute_bound(job.wires.devices.subset(np.concatenate(kind)), one) for kind in kinds]
     counts = [1] * len(kinds)
     for _ in range(number - len(kinds)):
         weakest = [s / c if c < len(kind) else 0.0 for s, c, kind in zip(strength, counts, kinds, strict=True)]
@@ -93,19 +92,23 @@ def _by_kind(job: Job, number: int) -> list[list[int]]:
     found = []
     for kind, count in zip(kinds, counts, strict=True):
         for r in range(count):
-            nodes = kind[r * len(kind) // count : (r + 1) * len(kind) // count]
-            found.append(sorted(rank for ranks in nodes for rank in ranks))
-    return [ranks for ranks in found if ranks]
+            found.append(np.sort(np.concatenate(kind[r * len(kind) // count : (r + 1) * len(kind) // count])))
+    return found
 
 
-def _with_sequences(job: Job, replicas: Sequence[list[int]]) -> tuple[Alike, ...]:
+def _with_sequences(job: Job, replicas: Sequence[np.ndarray]) -> tuple[Alike, ...]:
     """Sequences one by one to the replica that would finish first, alike replicas together."""
     one = dataclasses.replace(job.workload, sequences=1)
     seconds: dict[Hashable, float] = {}
-    signatures = [job.wires.signature(ranks) for ranks in replicas]
+    signatures: list[Hashable] = [None] * len(replicas)
+    widths = np.array([len(ranks) for ranks in replicas])
+    for width in np.unique(widths).tolist():
+        same = np.flatnonzero(widths == width).tolist()
+        for i, signature in zip(same, job.wires.signatures(np.array([replicas[i] for i in same])), strict=True):
+            signatures[i] = signature
     for signature, ranks in zip(signatures, replicas, strict=True):
         if signature not in seconds:
-            seconds[signature] = cost.compute_bound([job.places[r].device for r in ranks], one)
+            seconds[signature] = cost.compute_bound(job.wires.devices.subset(ranks), one)
     each = np.array([seconds[signature] for signature in signatures])
     level = max(0.0, (job.workload.sequences - len(replicas)) / float((1 / each).sum()))
     counts = np.maximum(1, np.floor(level / each)).astype(int)
@@ -113,7 +116,7 @@ def _with_sequences(job: Job, replicas: Sequence[list[int]]) -> tuple[Alike, ...
         counts[int(np.where(counts > 1, counts * each, -np.inf).argmax())] -= 1
     for _ in range(job.workload.sequences - int(counts.sum())):
         counts[int(((counts + 1) * each).argmin())] += 1
-    found: dict[tuple, list[list[int]]] = {}
+    found: dict[tuple, list[np.ndarray]] = {}
     for signature, ranks, count in zip(signatures, replicas, counts.tolist(), strict=True):
         found.setdefault((signature, count), []).append(ranks)
     return tuple(Alike(np.array(rows), count) for (_, count), rows in found.items())

@@ -81,9 +81,8 @@ class Search:
         self.attention = job.forwards * self.forward + self.backward + merging
         self.copying = float((job.copies / job.linear)[device].max())  # seconds, for one of a rank's tokens
         self.capacity = job.capacity[ranks] / sequences
-        self.port, self.node = job.wires.port[ranks], np.unique(job.wires.node[ranks], return_inverse=True)[1]
-        self.nic = np.zeros(int(self.node.max()) + 1)
-        self.nic[self.node] = job.wires.nic[job.wires.node[ranks]]
+        wires = job.wires.subset(ranks)
+        self.port, self.node, self.nic = wires.port, wires.node, wires.nic
         self.exchange = Exchange(job, ranks)
         self._slower: dict[int, np.ndarray] = {}
         self._programs: dict[tuple, tuple[int, ...] | None] = {}
@@ -152,7 +151,7 @@ class Search:
         plan = self.best or self.misfit
         if plan is None or len(self.places) == 1 or self.options.late(self.best is not None):
             return
-        devices = [place.device for place in self.places]
+        devices = self.job.wires.devices.subset(self.alike.ranks[0])
         if self.seconds < (1 + FAR) * cost.devices_bound(devices, self.workload):
             return
         room, alone = self.room(plan)
@@ -176,7 +175,7 @@ class Search:
 
     def kinds(self, plan: Layout, room: np.ndarray, alone: np.ndarray) -> Kinds:
         """The kinds of devices, with what a plan says of their memory."""
-        ranks: dict[tuple, dict[int, list[int]]] = {}
+        ranks: dict[int, dict[int, list[int]]] = {}
         for rank, kind in enumerate(self.exchange.alike):
             ranks.setdefault(kind, {}).setdefault(int(self.node[rank]), []).append(rank)
         nodes = [list(found.values()) for found in ranks.values()]
@@ -274,19 +273,22 @@ class Search:
         totals = self.totals(parts, shares.tokens)
         if not totals or totals[0][1] < len(grouping):
             return math.inf
-        forward = backward = all_to_all = 0.0
-        heads, calls, slower = [], self.job.calls(float(shares.tokens.min())), self.slower(len(grouping))
-        for tokens, group, members in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
-            merge = calls * self.merge[members]
-            work = tokens * np.array(group.heads)
-            forward = max(forward, float((work * (slower[members] * self.forward[members] + merge)).max()))
-            backward = max(backward, float((work * (slower[members] * self.backward[members] + merge)).max()))
-            seconds, kv = self.exchange.of(members, group.heads)
+        # One group of each class: work of its members, and its all-to-all.
+        members = [rank for ranks in parts.members for rank in ranks]
+        work = np.repeat(shares.tokens, list(map(len, parts.members)))
+        work *= np.array([heads for group in parts.classes for heads in group.heads])
+        slower = self.slower(len(grouping))[members]
+        merge = self.job.calls(float(shares.tokens.min())) * self.merge[members]
+        forward = float((work * (slower * self.forward[members] + merge)).max())
+        backward = float((work * (slower * self.backward[members] + merge)).max())
+        all_to_all, heads = 0.0, []
+        for tokens, group, ranks in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
+            seconds, kv = self.exchange.of(ranks, group.heads)
             all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
             heads.append(kv)
-        ring, ranks = self.ring(grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
+        ring, order = self.ring(grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
         kv_forward, kv_backward, nic = (
-            self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[ranks], self.nic)
+            self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[order], self.nic)
         )
         rounding = totals[0][0]
         forward, backward = max(rounding * forward, kv_forward), max(rounding * backward, kv_backward)
@@ -323,7 +325,7 @@ class Search:
         if parts is None or shares is None:
             return
         totals = slot_totals(self.workload.seq_len, len(grouping), COARSE_SLOTS * len(grouping))
-        ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, [1] * len(totals))
+        ranked = rank_totals(shares.tokens.tolist(), parts.counts, totals, 1)
         even_enough = [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
         for order in (grouping, grouping[::-1]) if len(parts.classes) > 1 else (grouping,):
             for total in even_enough[:MOST_COARSE]:
@@ -503,14 +505,13 @@ class Search:
         """
         groups, n = len(parts.grouping), self.workload.seq_len
         if self.options.slot is not None:
-            totals: tuple[int, ...] = (slots_for("hexiseq", n, self.options.slot),)
+            totals = np.array([slots_for("hexiseq", n, self.options.slot)])
         elif groups == 1:
             return [(1.0, next(even_totals(n, 1)))]
         else:
             most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, n // SMALL_SLOT), n // 2)
             totals = slot_totals(n, 2 * groups if n >= 4 * groups else groups, most)
-        least = [2 if total >= 2 * groups else 1 for total in totals]
-        ranked = rank_totals(shares.tolist(), parts.counts, totals, least)
+        ranked = rank_totals(shares.tolist(), parts.counts, totals, np.where(totals >= 2 * groups, 2, 1))
         caps = np.array([sum(c.caps) for c in parts.classes])
         if (shares < NEARLY_FULL * caps).all():
             return ranked
@@ -594,7 +595,7 @@ class Search:
         return counts
 
 
-def _numbered(alike: list[tuple], caps: np.ndarray, head_caps: np.ndarray | None) -> list[int]:
+def _numbered(alike: list[int], caps: np.ndarray, head_caps: np.ndarray | None) -> list[int]:
     """A number for each rank, the same for those of one kind with the same caps."""
     known: dict[tuple, int] = {}
     limits = [None] * len(alike) if head_caps is None else head_caps.tolist()
@@ -625,9 +626,9 @@ def widest_fusion(slots: Sequence[int]) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def slot_totals(seq_len: int, least: int, most: int) -> tuple[int, ...]:
+def slot_totals(seq_len: int, least: int, most: int) -> np.ndarray:
     """Numbers of slots that cover the sequence, from `least` to `most`; if there are none, the next one."""
     totals = np.arange(least, most + 1)
     slots = 2 * -(-seq_len // (2 * totals))
-    found = totals[totals * slots - seq_len <= slots // 2].tolist()
-    return tuple(found) or tuple(itertools.islice(even_totals(seq_len, most + 1), 1))
+    found = totals[totals * slots - seq_len <= slots // 2]
+    return found if len(found) else np.array(list(itertools.islice(even_totals(seq_len, most + 1), 1)), int)

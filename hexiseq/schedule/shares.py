@@ -86,7 +86,7 @@ def _members(classes: Sequence[GroupClass]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def rank_totals(
-    shares: Sequence[float], counts: Sequence[int], totals: Sequence[int], least: Sequence[int]
+    shares: Sequence[float], counts: Sequence[int], totals: np.ndarray, least: np.ndarray | int
 ) -> list[tuple[float, int]]:
     """By how much whole slots make the last group finish later than fractions, for numbers of slots, best first.
 
@@ -97,19 +97,20 @@ def rank_totals(
         shares: tokens of a group of each class.
         least: slots every group gets at least, for each of `totals`.
     """
-    if not totals:
+    if not len(totals):
         return []
     wanted, number = np.array(shares, float), np.array(counts)
-    most, everything = max(totals), float((wanted * counts).sum())
+    most, everything = int(totals.max()), float((wanted * counts).sum())
     # Only what can finish among the first `most` slots is of interest: a group has about its share of them.
     rows = int(most * float(wanted.max()) / everything) + 2
     finish = np.arange(1, rows + 1)[:, None] / wanted[None, :]
     order = np.argsort(finish, axis=None, kind="stable")
     done = np.cumsum(np.broadcast_to(number, finish.shape).ravel()[order])
     times = finish.ravel()[order]
-    last = np.maximum(times[np.searchsorted(done, totals)], np.array(least) / float(wanted.min()))
-    scores = np.round(last * everything / np.array(totals), 3)
-    return sorted(zip(scores.tolist(), totals, strict=True))
+    last = np.maximum(times[np.searchsorted(done, totals)], least / float(wanted.min()))
+    scores = np.round(last * everything / totals, 3)
+    order = np.lexsort((totals, scores))
+    return list(zip(scores[order].tolist(), totals[order].tolist(), strict=True))
 
 
 def round_slots(shares: np.ndarray, room: np.ndarray, total: int, least: int) -> list[int]:

@@ -99,14 +99,15 @@ def solve(
     _check_dtype(cluster, workload)
     cost.check_offload(workload, cluster.places)
     options = Options(slot, exchange, time.thread_time() + time_limit_seconds)
+    everyone = Job(cluster, cluster.places, workload)
     found: dict[str, Draft | ValueError] = {}
     if rivals or policy != "manual":
-        found = even_policies(cluster, workload, options)
+        found = even_policies(everyone, options)
     if policy == "manual":
         assert manual is not None
         chosen = _manual(manual, cluster, workload)
     elif policy == "hexiseq":
-        chosen = _hexiseq(cluster, workload, drop_devices, options, found)
+        chosen = _hexiseq(everyone, drop_devices, options, found)
     else:
         made = found[policy]
         if isinstance(made, OutOfMemory):
@@ -119,7 +120,7 @@ def solve(
         own: Plan | ValueError = chosen
         if policy != "hexiseq":
             try:
-                own = _hexiseq(cluster, workload, drop_devices, options, found)
+                own = _hexiseq(everyone, drop_devices, options, found)
             except (IllegalPolicy, OutOfMemory) as error:
                 own = error
         rows = (*(_row(name, found[name]) for name in EVEN_POLICIES), _row("hexiseq", own))
@@ -144,15 +145,15 @@ def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
 # Even policies -------------------------------------------------------------------------------------------------
 
 
-def even_policies(cluster: Cluster, workload: Workload, options: Options) -> dict[str, Draft | ValueError]:
+def even_policies(everyone: Job, options: Options) -> dict[str, Draft | ValueError]:
     """What each of `EVEN_POLICIES` makes of the job: the fastest of its grids that fits, or why there is none."""
-    fastest = max(cluster.devices, key=lambda d: (d.attention_forward_tflops, d.gemm_tflops))
-    fast = [place for place in cluster.places if place.device == fastest]
-    found = _even_grids(Job(cluster, cluster.places, workload), EVEN_GRIDS, options)
-    if len(fast) == len(cluster.places):
+    fastest = max(everyone.devices, key=lambda d: (d.attention_forward_tflops, d.gemm_tflops))
+    fast = np.flatnonzero(np.array([device == fastest for device in everyone.devices])[everyone.device])
+    found = _even_grids(everyone, EVEN_GRIDS, options)
+    if len(fast) == len(everyone.places):
         found["fast_only"] = IllegalPolicy(f"policy fast_only: all devices are {fastest.type}")
     else:
-        found["fast_only"] = _even_grids(Job(cluster, fast, workload), ("even",), options)["even"]
+        found["fast_only"] = _even_grids(everyone.part(fast), ("even",), options)["even"]
     return {name: found[name] for name in EVEN_POLICIES}
 
 
@@ -232,8 +233,8 @@ def _even_divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
         layouts = [everyone.reshape(number, -1), everyone.reshape(-1, number).T] if number > 1 else [everyone[None]]
         for rows in layouts:
             kinds: dict[object, list[np.ndarray]] = {}
-            for row in rows:
-                kinds.setdefault(job.wires.signature(row), []).append(row)
+            for row, signature in zip(rows, job.wires.signatures(rows), strict=True):
+                kinds.setdefault(signature, []).append(row)
             yield tuple(Alike(np.array(alike), sequences // number) for alike in kinds.values())
 
 
@@ -264,11 +265,9 @@ def _no_grid(name: str, job: Job) -> IllegalPolicy:
 # The uneven policy ---------------------------------------------------------------------------------------------
 
 
-def _hexiseq(
-    cluster: Cluster, workload: Workload, drop_devices: bool, options: Options, even: Mapping[str, Draft | ValueError]
-) -> Plan:
+def _hexiseq(everyone: Job, drop_devices: bool, options: Options, even: Mapping[str, Draft | ValueError]) -> Plan:
     """The fastest plan, of all devices or a part of them; never slower than the even ones."""
-    everyone = Job(cluster, cluster.places, workload)
+    cluster, workload = everyone.cluster, everyone.workload
     best, misfit = _search(everyone, options, refine=True)
     seed, fast = even["even"], even["fast_only"]
     steps = [seed, *_by_speed(seed, options)] if isinstance(seed, Draft) else []
@@ -278,12 +277,12 @@ def _hexiseq(
     full = best
     if drop_devices and isinstance(fast, Draft) and (best is None or fast.seconds < best.seconds):
         best = fast
-    parts = _subsets(cluster) if drop_devices else []
-    floors = [_part_floor(places, workload) for places in parts]
-    for floor, places in sorted(zip(floors, parts, strict=True), key=lambda item: item[0]):
+    parts = _subsets(everyone) if drop_devices else []
+    floors = [_part_floor(everyone, ranks) for ranks in parts]
+    for floor, ranks in sorted(zip(floors, parts, strict=True), key=lambda item: item[0]):
         if best is not None and (floor >= best.seconds or options.late()):
             break
-        job = Job(cluster, places, workload)
+        job = everyone.part(ranks)
         part, _ = _search(job, options, refine=False)
         if part is not None and (best is None or part.seconds < 1.05 * best.seconds):
             part, _ = _search(job, options, refine=True)  # rounding alone is within a few percent
@@ -327,14 +326,13 @@ def _polished(found: Draft, options: Options) -> Draft:
     return Draft(found.job, (search.kind(polish(search, kind.layout.renamed(place))),))
 
 
-def _part_floor(places: Sequence[Place], workload: Workload) -> float:
-    """Seconds no plan over all these devices beats: compute with exposed parameters, or all parameters' traffic."""
-    compute = cost.devices_bound([place.device for place in places], workload)
-    nodes = {place.node: place.node_class for place in places}
-    ranks, node_class = len(places), places[0].node_class
-    wire = min(node.network_gb_per_s for node in nodes.values()) if len(nodes) > 1 else node_class.intra_gb_per_s
+def _part_floor(job: Job, ranks: np.ndarray) -> float:
+    """Seconds no plan over all these ranks beats: compute with exposed parameters, or all parameters' traffic."""
+    compute = cost.devices_bound(job.wires.devices.subset(ranks), job.workload)
+    nodes = np.unique(job.wires.node[ranks])
+    wire = float(job.wires.nic[nodes].min() if len(nodes) > 1 else job.wires.port[ranks[0]])
     moved, exposed = (
-        traffic(workload, ranks) / (wire * 1e9) for traffic in (cost.parameter_traffic, cost.exposed_traffic)
+        traffic(job.workload, len(ranks)) / wire for traffic in (cost.parameter_traffic, cost.exposed_traffic)
     )
     return max(compute + exposed, moved)
 
@@ -384,15 +382,21 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
     divided = list(divisions(job))
     floors = [_floor(job, division) for division in divided]
     for index in sorted(range(len(divided)), key=lambda i: (floors[i], -len(divided[i]), i)):
-        if candidates and (floors[index] >= 1.1 * min(candidates)[0] or options.late()):
+        if candidates and (floors[index] >= 1.1 * candidates[0][0] or options.late()):
             continue
         searches = [Search(job, alike, options) for alike in divided[index]]
-        estimated = max(search.glance() for search in searches) if len(divided) > 1 else 0.0
+        # Those that come after the ones searched in full need no exact estimate, unless nothing fits.
+        enough = candidates[REFINED_DIVISIONS - 1][0] if len(candidates) >= REFINED_DIVISIONS else math.inf
+        estimated = _estimated(searches, enough) if len(divided) > 1 else 0.0
         candidates.append((estimated, index, searches))
-    candidates.sort(key=lambda item: item[:2])
-    for place, (_, _, searches) in enumerate(candidates):
+        candidates.sort(key=lambda item: item[:2])
+    for place in range(len(candidates)):
         if (best is not None and place >= REFINED_DIVISIONS) or (place and options.late(best is not None)):
             break
+        if place == REFINED_DIVISIONS:
+            rest = [(_estimated(searches, math.inf), index, searches) for _, index, searches in candidates[place:]]
+            candidates[place:] = sorted(rest, key=lambda item: item[:2])
+        searches = candidates[place][2]
         found, fits = _laid_out(job, searches, refine)
         if found is not None and fits and (best is None or found.seconds < best.seconds):
             best = found
@@ -401,11 +405,21 @@ def _search(job: Job, options: Options, refine: bool) -> tuple[Draft | None, Dra
     return best, closest
 
 
+def _estimated(searches: Sequence[Search], enough: float) -> float:
+    """Estimated seconds of the slowest replicas; of the first that take longer than `enough` if there are any."""
+    seconds = 0.0
+    for search in searches:
+        seconds = max(seconds, search.glance())
+        if seconds > enough:
+            break
+    return seconds
+
+
 def _floor(job: Job, division: tuple[Alike, ...]) -> float:
     """Compute seconds of a micro-step that no layout of these replicas beats."""
     return max(
         cost.compute_bound(
-            [job.places[rank].device for rank in alike.ranks[0].tolist()],
+            job.wires.devices.subset(alike.ranks[0]),
             dataclasses.replace(job.workload, sequences=alike.sequences, accumulation=1),
         )
         for alike in division
@@ -442,37 +456,36 @@ def _written(found: Draft, policy: str, cluster: Cluster, why: str) -> Plan:
     ))  # fmt: skip
 
 
-def _subsets(cluster: Cluster) -> list[list[Place]]:
-    """Parts of the cluster worth a try: of few devices all there are, else whole types, classes of nodes and nodes."""
-    if len(cluster.places) <= FEW_DEVICES:
-        found = _all_subsets(cluster)
+def _subsets(job: Job) -> list[np.ndarray]:
+    """Parts of the job's ranks worth a try: of few all there are, else whole types, classes of nodes and nodes."""
+    everyone = np.arange(len(job.places))
+    if len(everyone) <= FEW_DEVICES:
+        found = _all_subsets(job)
     else:
-        by_speed = sorted(cluster.devices, key=lambda d: -d.attention_forward_tflops)
+        by_speed = sorted(job.cluster.devices, key=lambda d: -d.attention_forward_tflops)
         keep = [by_speed[:n] for n in range(1, len(by_speed))]
         keep += [[device for device in by_speed if device is not without] for without in by_speed]
-        types = {id(place.device): place.device for place in cluster.places}
-        found = []
-        for kept in keep:
-            inside = {key for key, device in types.items() if device in kept}
-            found.append([place for place in cluster.places if id(place.device) in inside])
-        for node_class in cluster.nodes:
-            own = [place for place in cluster.places if place.node_class is node_class]
-            found += [own, [place for place in own if place.node == own[0].node]]
-            found.append([place for place in cluster.places if place.node_class is not node_class])
-    unique = {tuple(place.index for place in places): places for places in found}
-    return [places for indices, places in unique.items() if 0 < len(indices) < len(cluster.places)]
+        found = [everyone[np.array([device in kept for device in job.devices])[job.device]] for kept in keep]
+        start = 0
+        for node in job.cluster.nodes:
+            end = start + node.count * len(node.seats)
+            found += [everyone[start:end], everyone[start : start + len(node.seats)]]
+            found.append(np.concatenate([everyone[:start], everyone[end:]]))
+            start = end
+    unique = {ranks.tobytes(): ranks for ranks in found}
+    return [ranks for ranks in unique.values() if 0 < len(ranks) < len(everyone)]
 
 
-def _all_subsets(cluster: Cluster) -> list[list[Place]]:
+def _all_subsets(job: Job) -> list[np.ndarray]:
     """Every number of devices of each type on each node."""
-    alike: dict[tuple[int, int], list[Place]] = {}
-    for place in cluster.places:
-        alike.setdefault((place.node, id(place.device)), []).append(place)
-    counts = itertools.product(*(range(len(places) + 1) for places in alike.values()))
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank, key in enumerate(zip(job.wires.node.tolist(), job.device.tolist(), strict=True)):
+        alike.setdefault(key, []).append(rank)
+    counts = itertools.product(*(range(len(ranks) + 1) for ranks in alike.values()))
     found = []
     for numbers in counts:
-        chosen = [place for places, n in zip(alike.values(), numbers, strict=True) for place in places[:n]]
-        found.append(sorted(chosen, key=lambda place: place.index))
+        chosen = [rank for ranks, n in zip(alike.values(), numbers, strict=True) for rank in ranks[:n]]
+        found.append(np.array(sorted(chosen), int))
     return sorted(found, key=len, reverse=True)
 
 
@@ -493,7 +506,8 @@ def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bo
     options = dataclasses.replace(options, deadline=time.thread_time() + EXPLAIN_SECONDS)
     parts: list[Sequence[Place]] = [cluster.places]
     if policy == "hexiseq" and drop_devices:
-        parts += _subsets(cluster)
+        everyone = Job(cluster, cluster.places, workload)
+        parts += [[cluster.places[rank] for rank in ranks.tolist()] for ranks in _subsets(everyone)]
     limits = [(cost.longest_length(workload, places), places) for places in parts]
 
     def length(index: int) -> int:
@@ -506,15 +520,16 @@ def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bo
         if tokens < 2 or options.late():
             return False
         shorter = dataclasses.replace(workload, seq_len=tokens)
+        everyone = Job(cluster, cluster.places, shorter)
         for limit, places in limits:
             if tokens > limit:
                 continue
             try:
                 if policy != "hexiseq":
-                    if isinstance(even_policies(cluster, shorter, options)[policy], ValueError):
+                    if isinstance(even_policies(everyone, options)[policy], ValueError):
                         continue
                 elif (
-                    isinstance(even_policies(cluster, shorter, options)["even"], ValueError)
+                    isinstance(even_policies(everyone, options)["even"], ValueError)
                     and _search(Job(cluster, places, shorter), options, refine=False)[0] is None
                 ):
                     continue
@@ -548,8 +563,9 @@ def _row(name: str, found: Draft | Plan | ValueError) -> Rival:
 
 
 def _check_dtype(cluster: Cluster, workload: Workload) -> None:
-    for place in cluster.places:
-        if workload.dtype not in place.device.dtypes:
+    for device in cluster.devices:
+        if workload.dtype not in device.dtypes:
+            place = next(place for place in cluster.places if place.device is device)
             common = [d for d in place.device.dtypes if all(d in other.dtypes for other in cluster.devices)]
             raise ValueError(
                 f"{place.device.type} on node {place.node_name} cannot run {workload.dtype}; one dtype serves the "

@@ -255,8 +255,9 @@ class _Part:
         self.index = {rank: i for i, rank in enumerate(self.ranks)}
         self.group = {shard.rank: g for g, group in enumerate(replica.groups) for shard in group.shards}
         self.linear, self.loss, self.copy = cost.linear.tolist(), cost.loss.tolist(), cost.copy.tolist()
-        self.forward = _pass("forward", cost, cost.heads_in.matrix(), cost.heads_out.matrix())
-        self.backward = _pass("backward", cost, cost.grads_in.matrix(), cost.grads_out.matrix())
+        heads_in, heads_out, grads_in, grads_out = cost.exchange.matrix()
+        self.forward = _pass("forward", cost, heads_in, heads_out)
+        self.backward = _pass("backward", cost, grads_in, grads_out)
         self.ring = Ring(plan, replica, causal=True)
         self.held = [Held() for _ in self.ranks]
         kv, dkv = ((list(self.ring.messages(kind)) if plan.exchange == "ring" else []) for kind in ("kv", "dkv"))
@@ -266,7 +267,7 @@ class _Part:
         rows: dict[tuple[str, int, int], int] = defaultdict(int)
         for message in kv + dkv:
             rows[message.kind, message.sender, message.receiver] += message.rows
-        self.moved = {"kv": cost.kv.matrix(), "dkv": cost.dkv.matrix()}
+        self.moved = {"kv": cost.kv.matrix()[0], "dkv": cost.dkv.matrix()[0]}
         # Of all that the cost model sends from rank to rank a message has the share of its rows.
         unit = {
             (kind, s, r): float(self.moved[kind][self.index[s], self.index[r]]) / count

@@ -152,8 +152,8 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
         cost = replica_cost(plan, replica, work, cluster.places)
         unit = 2 * 8 * replica.sequences  # K and V, head dim
         kv, dkv = SLOW[exchange](plan, replica, unit * size, unit * wide, plan.seq_len)
-        np.testing.assert_array_equal(cost.kv.matrix(), as_matrix(kv, cost.ranks))
-        np.testing.assert_array_equal(cost.dkv.matrix(), as_matrix(dkv, cost.ranks))
+        np.testing.assert_array_equal(cost.kv.matrix()[0], as_matrix(kv, cost.ranks))
+        np.testing.assert_array_equal(cost.dkv.matrix()[0], as_matrix(dkv, cost.ranks))
 
         into, back, grads_into, grads_back = (defaultdict(float) for _ in range(4))
         flops = {}
@@ -172,10 +172,8 @@ def test_bytes_and_flops_token_by_token(seed, exchange):
                         back[b.rank, a.rank] += q * 8 * size
                         grads_into[a.rank, b.rank] += (q + k + k + q + q) * 8 * size
                         grads_back[b.rank, a.rank] += (q + k + k) * 8 * gradient
-        for found, pairs in (
-            (cost.heads_in, into), (cost.heads_out, back), (cost.grads_in, grads_into), (cost.grads_out, grads_back),
-        ):  # fmt: skip
-            np.testing.assert_allclose(found.matrix(), as_matrix(pairs, cost.ranks), rtol=1e-9)
+        for found, pairs in zip(cost.exchange.matrix(), (into, back, grads_into, grads_back), strict=True):
+            np.testing.assert_allclose(found, as_matrix(pairs, cost.ranks), rtol=1e-9)
         speed = 1 + seed % 3
         expected = [flops[rank] / (80e12 * speed) for rank in cost.ranks.tolist()]
         np.testing.assert_allclose(cost.attention_forward, expected, rtol=1e-9)
@@ -196,7 +194,7 @@ def test_windowed_bytes_token_by_token(seed):
         for exchange, slow in SLOW.items():
             cost = replica_cost(dataclasses.replace(plan, exchange=exchange), replica, work, cluster.places)
             for flow, pairs in zip((cost.kv, cost.dkv), slow(plan, replica, unit, unit, window), strict=True):
-                found, least = flow.matrix(), as_matrix(pairs, cost.ranks)
+                found, least = flow.matrix()[0], as_matrix(pairs, cost.ranks)
                 assert (found == least).all() if exchange == "allgather" else (found >= least).all()
 
 
@@ -221,9 +219,9 @@ def test_exchange_is_charged_what_the_routes_move(seed, exchange, windowed):
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, work, cluster.places)
         inside = set(cost.ranks.tolist())
-        for flow, pairs in ((cost.kv, kv), (cost.dkv, dkv), (cost.late_dkv, late)):
+        for matrix, pairs in zip((*cost.kv.matrix(), *cost.dkv.matrix()), (kv, dkv, late), strict=True):
             mine = {pair: size for pair, size in pairs.items() if pair[0] in inside}
-            np.testing.assert_allclose(flow.matrix(), as_matrix(mine, cost.ranks), rtol=1e-9)
+            np.testing.assert_allclose(matrix, as_matrix(mine, cost.ranks), rtol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -450,17 +448,18 @@ def test_memory_by_hand():
 def test_wires_add_up_at_the_nic_and_respect_special_links():
     class Sent(Flow):
         def __init__(self, *messages):
-            self.sent = np.zeros((4, 4))
+            super().__init__()
+            self.sent = np.zeros((1, 4, 4))
             for sender, receiver, size in messages:
-                self.sent[sender, receiver] = size
-            self.out, self.into = self.sent.sum(1), self.sent.sum(0)
+                self.sent[0, sender, receiver] = size
+            self.out, self.into = self.sent.sum(2), self.sent.sum(1)
 
         def between(self, sender, receiver):
-            return self.sent[sender, receiver]
+            return self.sent[:, sender, receiver]
 
     def seconds(cluster, *messages):
         wires = Wires(cluster, cluster.places)
-        return wires.seconds(wires.load(Sent(*messages)))
+        return wires.seconds(wires.load(Sent(*messages)))[0]
 
     cluster = cluster_of([1, 1, 1, 1])
     inside = (0, 1, 50e9)  # inside n0 at 100 GB/s
@@ -471,8 +470,8 @@ def test_wires_add_up_at_the_nic_and_respect_special_links():
     assert seconds(slow, inside, *leaving) == pytest.approx(5.0)
     wires = Wires(cluster, cluster.places)
     load = wires.load(Sent(inside, *leaving))
-    assert wires.seconds(load, 5e9 * wires.circle) == pytest.approx(2.5)
-    assert wires.around(5e9) == wires.seconds(5e9 * wires.circle) == pytest.approx(0.5)
+    assert wires.seconds(load + 5e9 * wires.circle) == pytest.approx([2.5])
+    assert wires.around(5e9) == wires.seconds(5e9 * wires.circle[None])[0] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("exchange", SLOW)
@@ -485,17 +484,17 @@ def test_loads_are_what_the_bytes_from_rank_to_rank_put_on_each_wire(exchange, s
             cluster = dataclasses.replace(cluster, links=(Link(("n0", "n1"), 4.0),))
         plan = seated(plan, cluster)
         everyone, found = Wires(cluster, cluster.places), 0.0
-        names = ("heads_in", "heads_out", "grads_in", "grads_out", "kv", "dkv", "late_dkv")
         ports, nics = np.zeros((2, plan.world_size)), np.zeros((2, len(everyone.nic)))
         links = np.zeros((len(everyone.nic),) * 2)
         for replica in plan.replicas:
             cost = replica_cost(plan, replica, workload_for(plan), cluster.places)
             near = everyone.subset(cost.ranks)
-            for flow in (getattr(cost, name) for name in names):
-                assert (flow.out == flow.matrix().sum(1)).all()
-                assert (flow.into == flow.matrix().sum(0)).all()
-                found = found + everyone.spread(near.load(flow), cost.ranks[None])
-                for (i, j), size in np.ndenumerate(flow.matrix()):
+            for flow in (cost.exchange, cost.kv, cost.dkv):
+                matrices = flow.matrix()
+                assert (flow.out == matrices.sum(2)).all()
+                assert (flow.into == matrices.sum(1)).all()
+                found = found + everyone.spread(near.load(flow).sum(0), cost.ranks[None])
+                for (i, j), size in np.ndenumerate(matrices.sum(0)):
                     a, b = cost.ranks[i], cost.ranks[j]
                     m, n = everyone.node[a], everyone.node[b]
                     if m == n:
@@ -518,8 +517,8 @@ def test_zero_shares_are_legal():
     assert cost.attention_forward[0] == 0
     assert cost.merge_forward[0] == 0
     assert cost.linear[1] == pytest.approx(cost.linear[0] / 32)  # the dummy token
-    assert cost.heads_in.matrix()[0, 1] > 0
-    assert cost.heads_in.matrix()[1, 0] == 0
+    assert cost.exchange.matrix()[0, 0, 1] > 0
+    assert cost.exchange.matrix()[0, 1, 0] == 0
     assert predict(plan, cluster, workload_for(plan, "float32", "selective")).step_seconds > 0
 
 

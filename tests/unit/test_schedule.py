@@ -222,8 +222,7 @@ def test_a_slow_network_is_part_of_the_bound():
     plan = solve(mixed(8), job(seq_len=65536))
     assert {device.type for device in plan.excluded} == {"a100_80"}  # 16 devices would wait for their parameters
     assert 0 <= plan.gap < 0.1
-    everyone = [place.device for place in mixed(8).places]
-    assert plan.bound.step_seconds > 1.2 * cost.devices_bound(everyone, job(seq_len=65536))
+    assert plan.bound.step_seconds > 1.2 * cost.devices_bound(cost.Devices.of(mixed(8).places), job(seq_len=65536))
 
 
 def test_slow_devices_are_dropped_when_that_is_faster():

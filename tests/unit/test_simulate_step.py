@@ -275,13 +275,11 @@ def test_work_and_bytes_are_the_cost_models(exchange: str) -> None:
             cost = replica_cost(plan, replica, workload, places)
             kernels = linears * cost.linear + forwards * (cost.attention_forward + cost.merge_forward)
             kernels = model.layers * (kernels + cost.attention_backward + cost.merge_backward) + cost.loss
-            heads_in, heads_out, grads_in, grads_out = (
-                flow.matrix() for flow in (cost.heads_in, cost.heads_out, cost.grads_in, cost.grads_out)
-            )
+            heads_in, heads_out, grads_in, grads_out = cost.exchange.matrix()
             sent = {
                 "all-to-all": forwards * (heads_in + heads_out) + grads_in + grads_out,
-                "kv": (forwards + 1) * cost.kv.matrix(),
-                "dkv" if exchange == "ring" else "dkv return": cost.dkv.matrix(),
+                "kv": (forwards + 1) * cost.kv.matrix()[0],
+                "dkv" if exchange == "ring" else "dkv return": cost.dkv.matrix()[0],
             }
             for i, rank in enumerate(cost.ranks.tolist()):
                 busy[rank] = float(kernels[i])
