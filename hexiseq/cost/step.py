@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -33,21 +35,17 @@ BACKWARD_LINEAR = 2  # gradients to the input and to the weight
 class ReplicaCost:
     """One replica, one layer, one micro-step. Seconds and bytes; arrays and flows follow ``ranks``.
 
-    ``forward``: attention's forward pass; ``backward``: its own backward pass
-    only, without what recomputation repeats.
+    ``forward``: attention's forward pass; ``backward``: its own backward pass only, without what recomputation repeats.
+    Flows are worked out when first asked for.
 
     Attributes:
         linear: seconds of the matrix products and of elementwise work, forward.
         attention_forward, attention_backward: seconds in the attention kernels.
         merge_forward, merge_backward: seconds of merging partial results and launching kernels.
         own_forward, own_backward: the part of the two above that is the group's own causal call.
-        exchange: the four all-to-alls: of forward q, k, v to heads, and out back to tokens; of backward q, k, v, out,
-            dout to heads, and dq, dk, dv back to tokens.
-        kv: KV across groups in one pass (forward and backward alike), by the plan's exchange.
-        dkv: dKV in backward, and the part of it that leaves after the last kernel call: that of its slots, or gathered
-            all.
         loss: seconds of embedding, output head and loss, forward and backward, once a micro-step.
         copy: seconds in which the layer's input goes to host memory, or comes back; zeros without offload.
+        layout, workload: what it is the cost of.
     """
 
     ranks: np.ndarray
@@ -58,11 +56,36 @@ class ReplicaCost:
     merge_backward: np.ndarray
     own_forward: np.ndarray
     own_backward: np.ndarray
-    exchange: Flow
-    kv: Flow
-    dkv: Flow
     loss: np.ndarray
     copy: np.ndarray
+    layout: Layout
+    workload: Workload
+
+    @property
+    def exchange(self) -> Flow:
+        """The four all-to-alls: of forward q, k, v to heads, and out back to tokens; of backward q, k, v, out, dout to
+        heads, and dq, dk, dv back to tokens."""
+        return self.layout.once(("all-to-all", self.workload), lambda: exchange_flow(self.layout, self.workload))
+
+    @property
+    def kv(self) -> Flow:
+        """KV across groups in one pass (forward and backward alike), by the plan's exchange."""
+        return self._across[0]
+
+    @property
+    def dkv(self) -> Flow:
+        """dKV in backward, and the part of it that leaves after the last call: that of its slots, or gathered all."""
+        return self._across[1]
+
+    @cached_property
+    def _across(self) -> tuple[Flow, Flow]:
+        return kv_flows(self.layout, self.workload)
+
+    @property
+    def kernels(self) -> tuple[float, float]:
+        """Seconds of the slowest rank in all calls, forward and backward."""
+        forward, backward = self.attention_forward + self.merge_forward, self.attention_backward + self.merge_backward
+        return float(forward.max()), float(backward.max())
 
 
 def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> Prediction:
@@ -86,35 +109,51 @@ def predict(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[P
 
 def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Prediction:
     """The prediction of a job of these replicas, on the wires of all its ranks, without memory."""
-    load = np.zeros(len(wires.rate))
-    repeats = workload.accumulation
-    path = compute = all_to_all = across = copies = 0.0
+    found = assess_below(kinds, wires, workload, math.inf)
+    assert found is not None
+    return found
+
+
+def assess_below(kinds: Sequence[Kind], wires: Wires, workload: Workload, seconds: float) -> Prediction | None:
+    """The same, or None where kernels alone are known to take a step as long as that."""
+    repeats, optimizer = workload.accumulation, optimizer_seconds(workload, wires)
+    exposed = exposed_seconds(workload, wires)
+    models = [
+        workload if model is workload.model else dataclasses.replace(workload, model=model)
+        for model in workload.model.kinds
+    ]
+    costs = []
     for kind in kinds:
+        devices = wires.devices.subset(kind.ranks[0])
+        costs.append([_replica_cost(kind.layout, one, devices) for one in models])
+        least = sum(one.model.layers * _busy(cost) for one, cost in zip(models, costs[-1], strict=True))
+        if repeats * (least + float(costs[-1][-1].loss.max())) + exposed + optimizer >= seconds:
+            return None
+    load = np.zeros(len(wires.rate))
+    path = compute = all_to_all = across = copies = 0.0
+    for kind, parts in zip(kinds, costs, strict=True):
         near = wires.subset(kind.ranks[0])
         moved = np.zeros(len(near.rate))
-        seconds = kernel_seconds = exchange_seconds = moving_seconds = copying_seconds = 0.0
-        for model in workload.model.kinds:
-            one = workload if model is workload.model else dataclasses.replace(workload, model=model)
-            cost = _replica_cost(kind.layout, one, near.devices)
-            layer = layer_seconds(kind.layout.exchange, cost, near, workload.recompute)
-            seconds += model.layers * layer.path
-            kernel_seconds += model.layers * layer.kernels
-            exchange_seconds += model.layers * layer.all_to_all
-            moving_seconds += model.layers * layer.across
-            copying_seconds += model.layers * layer.copies
-            moved += (repeats * model.layers) * layer.load
+        path_seconds = kernel_seconds = exchange_seconds = moving_seconds = copying_seconds = 0.0
+        for cost in parts:
+            layers, layer = cost.workload.model.layers, layer_seconds(cost, near)
+            path_seconds += layers * layer.path
+            kernel_seconds += layers * layer.kernels
+            exchange_seconds += layers * layer.all_to_all
+            moving_seconds += layers * layer.across
+            copying_seconds += layers * layer.copies
+            moved += (repeats * layers) * layer.load
         load += wires.spread(moved, kind.ranks)
-        loss = float(cost.loss.max())
-        if repeats * (seconds + loss) > path:
-            path = repeats * (seconds + loss)
+        loss = float(parts[-1].loss.max())
+        if repeats * (path_seconds + loss) > path:
+            path = repeats * (path_seconds + loss)
             compute = repeats * (kernel_seconds + loss)
             all_to_all, across = repeats * exchange_seconds, repeats * moving_seconds
             copies = repeats * copying_seconds
 
     parameter_bytes = parameter_traffic(workload, len(wires))
-    optimizer = optimizer_seconds(workload, wires)
     (busiest,) = wires.seconds((load + parameter_bytes * wires.circle)[None])
-    step = max(path + exposed_seconds(workload, wires) + optimizer, busiest)
+    step = max(path + exposed + optimizer, busiest)
     return Prediction(
         step_seconds=float(step),
         tokens_per_second=workload.tokens_per_step / float(step),
@@ -148,20 +187,24 @@ class LayerSeconds:
     load: np.ndarray
 
 
-def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str) -> LayerSeconds:
+def _busy(cost: ReplicaCost) -> float:
+    """Seconds of one layer's kernels, of the slowest rank each."""
+    forwards, linears = passes(cost.workload.recompute)
+    forward, backward = cost.kernels
+    return linears * float(cost.linear.max()) + (forwards * forward + backward)
+
+
+def layer_seconds(cost: ReplicaCost, wires: Wires) -> LayerSeconds:
     """What one layer takes on the replica's own `wires`."""
-    forwards, linears = passes(recompute)
+    forwards, linears = passes(cost.workload.recompute)
     counts = {"forward": forwards, "backward": 1}
     linear = linears * float(cost.linear.max())
-    kernels = {
-        "forward": float((cost.attention_forward + cost.merge_forward).max()),
-        "backward": float((cost.attention_backward + cost.merge_backward).max()),
-    }
+    kernels = dict(zip(counts, cost.kernels, strict=True))
     heads, kv, dkv = wires.load(cost.exchange), wires.load(cost.kv), wires.load(cost.dkv)
     times = wires.seconds(np.concatenate([heads, kv, kv + dkv[:1], dkv[1:]]))
     all_to_all = {"forward": times[0] + times[1], "backward": times[2] + times[3]}
     gather, both, late = times[4:]  # nothing hides what leaves after the last call
-    if exchange == "ring":
+    if cost.layout.exchange == "ring":
         moving = {"forward": gather, "backward": both}
         overlapped = {
             "forward": max(kernels["forward"], gather),
@@ -184,7 +227,7 @@ def layer_seconds(exchange: str, cost: ReplicaCost, wires: Wires, recompute: str
     # A layer's input leaves while it is worked on forward; backward the one before it comes.
     forward = float(cost.linear.max()) + all_to_all["forward"] + overlapped["forward"]
     path += max(0.0, copy - forward) + max(0.0, copy - (path - forward))
-    return LayerSeconds(path, linear + total(kernels), exchanged, total(moving), 2 * copy, load)
+    return LayerSeconds(path, _busy(cost), exchanged, total(moving), 2 * copy, load)
 
 
 def _behind_own_call(gather: float, own: np.ndarray, kernels: np.ndarray) -> float:
@@ -254,7 +297,6 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
     merged_back = batch * dim * (heads * (rows * accumulate + own * 2 * size) + 2 * kv * (own + foreign) * accumulate)
     own_merged_back = batch * dim * (heads * own * (accumulate + 2 * size) + 2 * kv * own * accumulate)
 
-    kv_flow, dkv_flow = kv_flows(layout, workload)
     return ReplicaCost(
         ranks=layout.ranks,
         linear=batch * fed * (linear_flops(model) / gemm + elementwise_bytes(model, size) / hbm),
@@ -266,9 +308,8 @@ def _replica_cost(layout: Layout, workload: Workload, devices: Devices) -> Repli
         own_backward=BACKWARD_ATTENTION * own_flops / backward_rate + own_merged_back / hbm + cuts * launch,
         loss=batch * fed * ((1 + BACKWARD_LINEAR) * head_flops(model) / gemm + 4 * model.hidden * size / hbm),
         copy=batch * fed * copy_seconds(devices.distinct, workload)[devices.index],
-        exchange=layout.once(("all-to-all", model), lambda: exchange_flow(layout, workload)),
-        kv=kv_flow,
-        dkv=dkv_flow,
+        layout=layout,
+        workload=workload,
     )
 
 

@@ -89,7 +89,7 @@ def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, f
 
     # Memory only makes it slower.
     plan, limit = built(search.capacity), below * (1 - 1e-9)
-    while plan is not None and (seconds := search.job.judge([search.kind(plan)]).step_seconds) < limit:
+    while plan is not None and (seconds := search.job.seconds_below([search.kind(plan)], limit)) < limit:
         if search.over_gb(plan) <= 0:
             return plan, seconds
         room, alone = search.room(plan)

@@ -179,7 +179,7 @@ def test_layer_too_large_to_simulate_takes_what_the_cost_model_says(recompute: s
     places = match_places(plan, cluster)
     cost = replica_cost(plan, plan.replicas[0], work, places)
     wires = Wires(cluster, [places[rank] for rank in cost.ranks.tolist()])
-    path = layer_seconds(plan.exchange, cost, wires, recompute).path
+    path = layer_seconds(cost, wires).path
     assert sum(lengths(timeline, name)[0] for name in PASSES) == pytest.approx(path)
     assert 0 < len(timeline.lanes) <= 16
 
