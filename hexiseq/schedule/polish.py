@@ -45,15 +45,15 @@ class Outline:
         return [slots for slots, _ in self.groups]
 
 
-def polish(search: Search, plan: Layout) -> Layout:
+def polish(search: Search, layout: Layout) -> Layout:
     """The layout after all changes that make it faster; the first that does is taken, and all are tried again."""
     best = Outline(
-        tuple((slots, tuple((rank, heads) for rank, _, heads in members)) for slots, members in plan.counts),
-        plan.slot, plan.fusion, plan.exchange,
+        tuple((slots, tuple((rank, heads) for rank, _, heads in members)) for slots, members in layout.counts),
+        layout.slot, layout.fusion, layout.exchange,
     )  # fmt: skip
     if len(search.places) > MOST_RANKS:
-        return plan
-    seconds = search.job.judge([search.kind(plan)]).step_seconds
+        return layout
+    seconds = search.job.judge([search.kind(layout)]).step_seconds
     left, seen, better = MOST_JUDGED // len(search.places), {best}, True
     while better:
         better = False
@@ -62,13 +62,13 @@ def polish(search: Search, plan: Layout) -> Layout:
                 continue
             seen.add(other)
             if not left or search.options.late():
-                return plan
+                return layout
             left -= 1
             found = _laid_out(search, other, seconds)
             if found is not None:
-                (plan, seconds), best, better = found, other, True
+                (layout, seconds), best, better = found, other, True
                 break
-    return plan
+    return layout
 
 
 def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, float] | None:
@@ -88,13 +88,13 @@ def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, f
         return lay_out(search.workload, counts, outline.slot, outline.fusion, outline.exchange)
 
     # Memory only makes it slower.
-    plan, limit = built(search.capacity), below * (1 - 1e-9)
-    while plan is not None and (seconds := search.job.seconds_below([search.kind(plan)], limit)) < limit:
-        if search.over_gb(plan) <= 0:
-            return plan, seconds
-        room, alone = search.room(plan)
+    layout, limit = built(search.capacity), below * (1 - 1e-9)
+    while layout is not None and (seconds := search.job.seconds_below([search.kind(layout)], limit)) < limit:
+        if search.over_gb(layout) <= 0:
+            return layout, seconds
+        room, alone = search.room(layout)
         fitting = built(room) if alone.max() <= 1 else None
-        plan = fitting if fitting is not None and search.over_gb(fitting) <= 0 else None
+        layout = fitting if fitting is not None and search.over_gb(fitting) <= 0 else None
     return None
 
 

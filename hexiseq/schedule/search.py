@@ -52,7 +52,7 @@ class Options:
         slot: ring transfer unit in tokens, or None.
         exchange: one of `EXCHANGES`, or None.
         deadline: of this thread's processor time, by which the search ends with what it has: others who keep the
-            machine busy do not change the plan.
+            machine busy do not change the layout.
     """
 
     slot: int | None
@@ -117,64 +117,64 @@ class Search:
             any_fits = self.best is not None
             if index and (self.options.late(any_fits) or index >= (JUDGED if any_fits else 3 * JUDGED)):
                 break
-            if (plan := self.settle(grouping, self.round_slots)) is not None:
-                judged.append((self.offer(plan), index, grouping))
+            if (layout := self.settle(grouping, self.round_slots)) is not None:
+                judged.append((self.offer(layout), index, grouping))
         judged.sort(key=lambda item: item[:2])
         coarse: list[tuple[float, int, Layout]] = []
         for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
-            for plan in self.coarse(grouping):
-                coarse.append((self.offer(plan), len(coarse), plan))
+            for layout in self.coarse(grouping):
+                coarse.append((self.offer(layout), len(coarse), layout))
                 if self.options.late():
                     break
-        for _, _, plan in sorted(coarse, key=lambda item: item[:2])[:MOST_REORDERED]:
-            for other in self.reordered(plan):
+        for _, _, layout in sorted(coarse, key=lambda item: item[:2])[:MOST_REORDERED]:
+            for other in self.reordered(layout):
                 if self.offer(other) < NEAR_BEST * self.seconds:
                     for narrow in self.narrower(other):
                         self.offer(narrow)
         for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
-            for plan in self.refine(grouping, other_totals=place == 0):
-                self.offer(plan)
+            for layout in self.refine(grouping, other_totals=place == 0):
+                self.offer(layout)
                 if self.options.late():
                     break
         if refine:
             self.mix()
-        for plan in self.narrower(self.best) if self.best is not None else ():
-            self.offer(plan)
+        for layout in self.narrower(self.best) if self.best is not None else ():
+            self.offer(layout)
         # The search is for one exchange; where it is open, its outcome is judged with the other, too.
         if (found := self.best or self.misfit) is not None:
-            for plan in exchanges(found, self.options.exchange)[1:]:
-                self.offer(plan)
+            for layout in exchanges(found, self.options.exchange)[1:]:
+                self.offer(layout)
         return self.best
 
     def mix(self) -> None:
-        """Try groupings by templates where the plan is far from what its devices could do, and memory is why."""
-        plan = self.best or self.misfit
-        if plan is None or len(self.places) == 1 or self.options.late(self.best is not None):
+        """Try groupings by templates where the layout is far from what its devices could do, and memory is why."""
+        layout = self.best or self.misfit
+        if layout is None or len(self.places) == 1 or self.options.late(self.best is not None):
             return
         devices = self.job.wires.devices.subset(self.alike.ranks[0])
         if self.seconds < (1 + FAR) * cost.devices_bound(devices, self.workload):
             return
-        room, alone = self.room(plan)
+        room, alone = self.room(layout)
         if np.isinf(alone).any():
             return
-        if self.best is not None and (plan.tokens < NEARLY_FULL * room[plan.ranks]).all():
+        if self.best is not None and (layout.tokens < NEARLY_FULL * room[layout.ranks]).all():
             return
         model, below = self.workload.model, self.seconds / self.workload.accumulation
         moved = model.layers * model.head_dim * self.workload.element_bytes * self.workload.sequences
-        kinds = self.kinds(plan, room, alone)
+        kinds = self.kinds(layout, room, alone)
         tried: list[tuple[float, int, Grouping]] = []
         for grouping in template_groupings(
             kinds, model.heads, model.kv_heads, (self.job.forwards * moved, moved), self.workload.seq_len,
             FUSED_TOKENS[0], below, lambda: self.options.late(self.best is not None),
         ):  # fmt: skip
-            if (plan := self.settle(grouping, self.program_slots)) is not None:
-                tried.append((self.offer(plan), len(tried), grouping))
+            if (layout := self.settle(grouping, self.program_slots)) is not None:
+                tried.append((self.offer(layout), len(tried), grouping))
         for _, _, grouping in sorted(tried, key=lambda item: item[:2])[:1]:
-            for plan in self.refine(grouping[::-1], other_totals=True):
-                self.offer(plan)
+            for layout in self.refine(grouping[::-1], other_totals=True):
+                self.offer(layout)
 
-    def kinds(self, plan: Layout, room: np.ndarray, alone: np.ndarray) -> Kinds:
-        """The kinds of devices, with what a plan says of their memory."""
+    def kinds(self, layout: Layout, room: np.ndarray, alone: np.ndarray) -> Kinds:
+        """The kinds of devices, with what a layout says of their memory."""
         ranks: dict[int, dict[int, list[int]]] = {}
         for rank, kind in enumerate(self.exchange.alike):
             ranks.setdefault(kind, {}).setdefault(int(self.node[rank]), []).append(rank)
@@ -182,9 +182,9 @@ class Search:
         first = [found[0][0] for found in nodes]
         bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
         # Tokens fewer for a token of the group and head, of those that have heads.
-        held = plan.group_tokens[plan.home] * plan.heads
+        held = layout.group_tokens[layout.home] * layout.heads
         with_heads = np.flatnonzero(held)
-        own = plan.ranks[with_heads]
+        own = layout.ranks[with_heads]
         spent = dict(zip(own.tolist(), (alone[own] * bare[own] / held[with_heads]).tolist(), strict=True))
         everyone = float(np.mean(list(spent.values())))
         members = [[rank for node in found for rank in node] for found in nodes]
@@ -203,22 +203,22 @@ class Search:
 
     def lay_out_groups(self, grouping: Grouping) -> Layout | None:
         """The layout with these groups, if it fits, by the faster exchange."""
-        if (plan := self.settle(grouping, self.program_slots)) is not None:
-            for other in exchanges(plan, self.options.exchange):
+        if (layout := self.settle(grouping, self.program_slots)) is not None:
+            for other in exchanges(layout, self.options.exchange):
                 self.offer(other)
         return self.best
 
-    def offer(self, plan: Layout) -> float:
+    def offer(self, layout: Layout) -> float:
         """Keep the layout if it fits and is the fastest so far; its step time, infinite when it does not fit."""
-        seconds = self.job.judge([self.kind(plan)]).step_seconds
-        # A tie within rounding keeps the earlier plan, so that results do not hang on the last bit.
+        seconds = self.job.judge([self.kind(layout)]).step_seconds
+        # A tie within rounding keeps the earlier layout, so that results do not hang on the last bit.
         if self.best is not None and seconds >= self.seconds * (1 - 1e-9):
             return seconds
-        if (lacking := self.over_gb(plan)) > 0:
+        if (lacking := self.over_gb(layout)) > 0:
             if self.best is None and lacking < self.lacking:
-                self.misfit, self.lacking = plan, lacking
+                self.misfit, self.lacking = layout, lacking
             return math.inf
-        self.best, self.seconds = plan, seconds
+        self.best, self.seconds = layout, seconds
         return seconds
 
     # Groupings -------------------------------------------------------------------------------------------------
@@ -312,9 +312,9 @@ class Search:
     def refine(self, grouping: Grouping, other_totals: bool) -> Iterator[Layout]:
         """Plans with slots from the integer program, for the best number of slots and the next best."""
         for choice in range(2 if other_totals and len(grouping) > 1 and self.options.slot is None else 1):
-            plan = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
-            if plan is not None:
-                yield plan
+            layout = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
+            if layout is not None:
+                yield layout
 
     def coarse(self, grouping: Grouping) -> Iterator[Layout]:
         """Plans with a slot or a few for every group: fewest calls and transfers, which can be worth uneven shares."""
@@ -329,22 +329,22 @@ class Search:
         even_enough = [total for uneven, total in ranked if uneven < 1 + MOST_UNEVEN]
         for order in (grouping, grouping[::-1]) if len(parts.classes) > 1 else (grouping,):
             for total in even_enough[:MOST_COARSE]:
-                plan = self.settle(order, functools.partial(self.round_slots, total=total))
-                if plan is not None:
-                    yield plan
+                layout = self.settle(order, functools.partial(self.round_slots, total=total))
+                if layout is not None:
+                    yield layout
 
-    def narrower(self, plan: Layout) -> Iterator[Layout]:
-        """The plan with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
-        halves = [plan.fusion >> i for i in range(1, plan.fusion.bit_length())]
-        for fusion in range(plan.fusion - 1, 0, -1) if len(self.places) <= FEW_RANKS else halves:
-            yield plan.crossing(fusion=fusion)
+    def narrower(self, layout: Layout) -> Iterator[Layout]:
+        """The layout with narrower calls: they merge more, but gradients of the last one are fewer to wait for."""
+        halves = [layout.fusion >> i for i in range(1, layout.fusion.bit_length())]
+        for fusion in range(layout.fusion - 1, 0, -1) if len(self.places) <= FEW_RANKS else halves:
+            yield layout.crossing(fusion=fusion)
 
-    def reordered(self, plan: Layout) -> Iterator[Layout]:
+    def reordered(self, layout: Layout) -> Iterator[Layout]:
         """Few groups in every order: which edges their last gradients wait for hangs on it."""
-        groups = plan.counts
+        groups = layout.counts
         if not 1 < len(groups) <= MOST_PERMUTED or self.options.late():
             return
-        short = short_tokens(plan.seq_len, plan.slot, int(plan.slots.sum()))
+        short = short_tokens(layout.seq_len, layout.slot, int(layout.slots.sum()))
         for order in itertools.permutations(groups):
             counts = []
             for slots, members in order:
@@ -354,7 +354,7 @@ class Search:
                 held = [(r, tokens - lacking * (m == largest), heads) for m, (r, tokens, heads) in enumerate(members)]
                 counts.append((slots, held))
             if all(tokens >= 0 for _, members in counts for _, tokens, _ in members):
-                yield lay_out(self.workload, counts, plan.slot, plan.fusion, plan.exchange)
+                yield lay_out(self.workload, counts, layout.slot, layout.fusion, layout.exchange)
 
     def settle(self, grouping: Grouping, slots_of: Callable[[Parts], tuple[int, list[int]] | None]) -> Layout | None:
         """Lay a grouping out with wide kernel calls; where memory limits shares, with narrow ones if that is faster."""
@@ -365,12 +365,12 @@ class Search:
         for tokens in FUSED_TOKENS[1:]:
             if self.options.late(self.best is not None):
                 break
-            plan, _ = self.fit(grouping, slots_of, tokens)
-            if plan is None or self.over_gb(plan) > 0:
+            layout, _ = self.fit(grouping, slots_of, tokens)
+            if layout is None or self.over_gb(layout) > 0:
                 continue
-            if (now := self.job.judge([self.kind(plan)]).step_seconds) >= seconds:
+            if (now := self.job.judge([self.kind(layout)]).step_seconds) >= seconds:
                 break
-            best, seconds = plan, now
+            best, seconds = layout, now
         return best
 
     def fit(
@@ -382,7 +382,7 @@ class Search:
             The layout, the last one where none fits, and whether no rank had to be capped.
         """
         caps, head_caps = self.capacity, np.full(len(self.places), self.workload.model.heads)
-        plan = None
+        layout = None
         for attempt in range(MOST_ATTEMPTS):
             parts = self.parts(grouping, caps, head_caps)
             found = slots_of(parts) if parts is not None else None
@@ -394,26 +394,26 @@ class Search:
                 break
             fusion = max(1, min(round(fused_tokens / slot), widest_fusion(slots)))
             exchange = self.options.exchange or "ring"
-            plan = lay_out(self.workload, counts, slot, fusion, exchange)
-            if self.over_gb(plan) <= 0:
-                return plan, attempt == 0
-            room, alone = self.room(plan)
+            layout = lay_out(self.workload, counts, slot, fusion, exchange)
+            if self.over_gb(layout) <= 0:
+                return layout, attempt == 0
+            room, alone = self.room(layout)
             if np.isinf(alone).any():
                 break  # parameters leave a rank no room, whatever its share
             # What a rank can hold hangs on its heads and on its group's slots, not on who has the group's other tokens.
             if alone.max() <= 1 and (counts := self.shares(parts, slot, slots, room)) is not None:
                 return lay_out(self.workload, counts, slot, fusion, exchange), False
-            caps, head_caps = self.capped(plan, room, alone, head_caps)
-        return plan, False
+            caps, head_caps = self.capped(layout, room, alone, head_caps)
+        return layout, False
 
-    def room(self, plan: Layout) -> tuple[np.ndarray, np.ndarray]:
+    def room(self, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         """`cost.most_tokens` of the layout, by rank."""
         found = np.empty((2, len(self.places)))
-        found[:, plan.ranks] = self.job.most_tokens(self.kind(plan))
+        found[:, layout.ranks] = self.job.most_tokens(self.kind(layout))
         return found[0], found[1]
 
     def capped(
-        self, plan: Layout, room: np.ndarray, alone: np.ndarray, head_caps: np.ndarray
+        self, layout: Layout, room: np.ndarray, alone: np.ndarray, head_caps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Caps of tokens and heads with which every group has room for all it gets.
 
@@ -426,7 +426,7 @@ class Search:
         caps, head_caps = self.capacity.copy(), head_caps.copy()
         # Without heads there would be so much.
         bare = np.where(alone < 0.99, room / (1 - np.minimum(alone, 0.99)), self.capacity)
-        for _, shares in plan.counts:
+        for _, shares in layout.counts:
             members, held = [rank for rank, _, _ in shares], sum(tokens for _, tokens, _ in shares)
             scale = float(bare[members].sum() / (held + (bare * alone)[members].sum()))
             left = bare[members] * (1 - scale * alone[members])
@@ -438,10 +438,10 @@ class Search:
                     head_caps[rank] = min(heads - 1, int(heads / over))
         return caps, head_caps
 
-    def over_gb(self, plan: Layout) -> float:
+    def over_gb(self, layout: Layout) -> float:
         """Memory lacking on the rank that lacks most; at most 0 where all fit."""
-        if self._weighed is None or self._weighed[0] is not plan:
-            self._weighed = plan, float(self.job.lacking_gb([self.kind(plan)]).max())
+        if self._weighed is None or self._weighed[0] is not layout:
+            self._weighed = layout, float(self.job.lacking_gb([self.kind(layout)]).max())
         return self._weighed[1]
 
     def parts(self, grouping: Grouping, caps: np.ndarray, head_caps: np.ndarray | None = None) -> Parts | None:
