@@ -9,8 +9,8 @@ which saves nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +21,51 @@ from torch.autograd.graph import saved_tensors_hooks
 PIECE_BYTES = 1 << 25
 
 
+class Beside:
+    """Issues copies: on GPUs on a stream of their own, behind what the current one has so far; on CPUs they run."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, device: torch.device, copy: Callable[[], None]) -> Callable[[], None]:
+        """Returns what makes all kernels that are issued after it wait for these copies."""
+        if device.type != "cuda":
+            copy()
+            return lambda: None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        issuing = torch.cuda.current_stream(device)
+        self._stream.wait_stream(issuing)
+        with torch.cuda.stream(self._stream):
+            copy()
+        done = self._stream.record_event()
+
+        def wait() -> None:
+            # Memory belongs to the stream that was current, whichever is by now.
+            for stream in {issuing, torch.cuda.current_stream(device)}:
+                stream.wait_event(done)
+
+        return wait
+
+
 class HostInputs:
     """The inputs of a model's layers, of all its forward passes whose backward is still to come.
+
+    Args:
+        beside: issues copies one after the other, each behind what is computed so far.
 
     Attributes:
         host_bytes: of host memory that was asked for; kept for later passes, whatever their shapes.
         free_bytes: of these, in nobody's use.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    def __init__(
+        self, layers: int, beside: Callable[[torch.device, Callable[[], None]], Callable[[], None]] | None = None
+    ) -> None:
+        self.layers, self.beside = layers, beside or Beside()
         self.host_bytes = self.free_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
         self._latest: weakref.ref[_Input] | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def saving(self, layer: int, hidden: Tensor) -> saved_tensors_hooks:
         """A context in which this layer's input, of all that autograd saves, goes to host memory."""
@@ -61,9 +92,8 @@ class HostInputs:
     def take_pieces(self, size: int, pinned: bool) -> list[Tensor]:
         """Host memory for so many bytes."""
         whole, rest = divmod(size, PIECE_BYTES)
-        return [
-            self._piece(piece, pinned) for piece in [PIECE_BYTES] * whole + [1 << (rest - 1).bit_length()] * (rest > 0)
-        ]
+        last = [1 << (rest - 1).bit_length()] if rest else []
+        return [self._piece(piece, pinned) for piece in [PIECE_BYTES] * whole + last]
 
     def give_pieces(self, pieces: list[Tensor]) -> None:
         for piece in pieces:
@@ -84,24 +114,16 @@ class HostInputs:
         self.host_bytes += size
         return piece
 
-    @contextmanager
-    def beside(self, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-        """Copies issued inside run beside the kernels, behind all that is queued so far; None on CPUs."""
-        if device.type != "cuda":
-            yield None
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield self._stream
-
 
 class _Input:
     """A layer's input: on the device, then in host memory, then on the device again.
 
-    It owns its host memory and gives it back when autograd lets go of it, also after an error. All copies of a model
-    are in one stream, so what is given back may be written at once, though a copy out of it is still queued.
+    It owns its host memory and gives it back when autograd lets go of it, also after an error. Copies of a model follow
+    one another, so what is given back may be written to at once, though a copy out of it is still to run.
+
+    Attributes:
+        here: on the device, or None.
+        leaving, coming: while a copy is under way, what makes kernels wait for it.
     """
 
     def __init__(self, inputs: HostInputs, tensor: Tensor, before: _Input | None) -> None:
@@ -109,58 +131,47 @@ class _Input:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.pieces: list[Tensor] = []
         self.here: Tensor | None = tensor
-        self.copied: torch.cuda.Event | None = None  # of the latest copy
-        self.computing: torch.cuda.Stream | None = None  # whose memory a copy on its way in is written to
+        self.leaving: Callable[[], None] | None = None
+        self.coming: Callable[[], None] | None = None
 
     def send(self) -> None:
         """Begin the copy to host memory."""
         assert self.here is not None
         self.here = self.here.contiguous()
-        flat = self.here.view(-1).view(torch.uint8)
-        self.pieces = self.inputs.take_pieces(len(flat), self.device.type == "cuda")
-        with self.inputs.beside(self.device) as stream:
-            self._each(lambda piece, part: piece.copy_(part, non_blocking=True), flat)
-        if stream is None:
-            self.here = None
-        else:
-            self.copied = stream.record_event()
+        self.pieces = self.inputs.take_pieces(self.here.nbytes, self.device.type == "cuda")
+        self.leaving = self.inputs.beside(self.device, partial(_copy, self.here, self.pieces, out=True))
 
     def leave(self) -> None:
-        """Free the device's memory once the copy is done; kernels queued from now on wait for that."""
-        if self.copied is not None and self.computing is None and self.here is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-            self.here = None
+        """Free the device's memory, for kernels that begin when the copy is done."""
+        if self.leaving is not None:
+            self.leaving()
+            self.leaving = self.here = None
 
     def fetch(self) -> None:
         """Begin the copy to the device, if it is not there or under way."""
-        if self.here is not None:
-            return
-        self.here = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        flat = self.here.view(-1).view(torch.uint8)
-        with self.inputs.beside(self.device) as stream:
-            self._each(lambda piece, part: part.copy_(piece, non_blocking=True), flat)
-        if stream is not None:
-            self.copied, self.computing = stream.record_event(), torch.cuda.current_stream(self.device)
+        if self.here is None:
+            self.here = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self.coming = self.inputs.beside(self.device, partial(_copy, self.here, self.pieces, out=False))
 
     def take(self) -> Tensor:
         """The input on the device. That of the layer before begins to come, too."""
         self.fetch()
-        assert self.here is not None
         found = self.here
-        if self.computing is not None:
-            assert self.copied is not None
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-        if self.pieces:
-            self.here = self.computing = None
+        assert found is not None
+        if self.coming is not None:
+            self.coming()
+            self.coming = self.here = None
         if self.before is not None:
             self.before.fetch()
         return found
 
-    def _each(self, copy: Any, flat: Tensor) -> None:
-        for piece, part in zip(self.pieces, flat.split(PIECE_BYTES), strict=True):
-            copy(piece[: len(part)], part)
-
     def __del__(self) -> None:
-        if self.computing is not None and self.copied is not None:
-            self.computing.wait_event(self.copied)  # else what is written to might be another's by then
+        if self.coming is not None:
+            self.coming()  # else what is written to might be another's by then
         self.inputs.give_pieces(self.pieces)
+
+
+def _copy(tensor: Tensor, pieces: Sequence[Tensor], *, out: bool) -> None:
+    for piece, part in zip(pieces, tensor.view(-1).view(torch.uint8).split(PIECE_BYTES), strict=True):
+        target, source = (piece[: len(part)], part) if out else (part, piece[: len(part)])
+        target.copy_(source, non_blocking=True)

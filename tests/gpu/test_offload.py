@@ -50,7 +50,8 @@ def step(layers: nn.ModuleList, inputs: HostInputs | None) -> Tensor:
 
 
 def gradients(layers: nn.ModuleList) -> list[Tensor]:
-    found = [p.grad.clone() for p in layers.parameters()]
+    """Taken off the device, whose memory is measured."""
+    found = [p.grad.cpu() for p in layers.parameters()]
     layers.zero_grad(set_to_none=True)
     return found
 

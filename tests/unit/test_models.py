@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 from hexiseq.attention import close_all, runtime_for
 from hexiseq.data import restarted_positions
 from hexiseq.models import PlanHolder, apply_recompute, build_model, load_model, materialize, prepare, token_loss_sum
+from hexiseq.offload import HostInputs
 from hexiseq.plan import Plan, RankDevice, make_replica
 
 SEQ_LEN = 64
@@ -240,6 +243,64 @@ def test_inputs_of_layers_are_in_host_memory_until_backward(job, monkeypatch):
         second.backward()
     del first, second
     assert inputs.host_bytes == inputs.free_bytes == 2 * taken
+
+
+class Late:
+    """Copies beside the kernels at their latest: each runs when somebody waits for it, those before it first."""
+
+    def __init__(self) -> None:
+        self.issued, self.done = [], 0
+
+    def __call__(self, device, copy):
+        self.issued.append(copy)
+        number = len(self.issued)
+
+        def wait():
+            for index in range(self.done, number):
+                self.issued[index]()
+                self.issued[index] = None
+            self.done = max(self.done, number)
+
+        return wait
+
+
+def test_inputs_that_come_and_go_at_the_latest_are_waited_for(monkeypatch):
+    monkeypatch.setattr("hexiseq.offload.PIECE_BYTES", 1 << 10)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(6))
+    batches = [torch.randn(rows, 40) for rows in (30, 30, 7, 50, 30)]
+
+    def output(inputs, x):
+        hidden = x * 1.0
+        for index, layer in enumerate(layers):
+            with inputs.saving(index, hidden) if inputs else nullcontext():
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden.square().sum()
+
+    def steps(inputs):
+        found = []
+        for x, y in pairwise(batches):  # two passes under way, the first to begin the first to end
+            first, second = output(inputs, x), output(inputs, y)
+            for total in (first, second):
+                total.backward()
+            found.append([p.grad.clone() for p in layers.parameters()])
+            layers.zero_grad()
+        return found
+
+    late = HostInputs(len(layers), Late())
+    for moved, stayed in zip(steps(late), steps(None), strict=True):
+        assert all(map(torch.equal, moved, stayed))
+    assert len(late.beside.issued) == 4 * 2 * 2 * 5  # to hosts and back, all but the last layer's
+    assert late.beside.done == len(late.beside.issued)
+    assert late.free_bytes == late.host_bytes
+    # What is on its way back when all is given up is waited for.
+    total = output(late, batches[0])
+    issued = len(late.beside.issued)
+    packed = late._latest()
+    packed.take()
+    assert len(late.beside.issued) == issued + 1
+    del total, packed
+    assert late.beside.done == issued + 1
 
 
 @pytest.mark.parametrize("seq_len", [64, 200])
