@@ -37,6 +37,8 @@ class _shared(cached_property[T]):
     """Worked out once for a layout and all that differ from it in the way across groups alone."""
 
     def __get__(self, layout: Any, owner: Any = None) -> Any:
+        if layout is None:
+            return self
         known, name = layout.known, self.attrname
         if name not in known:
             known[name] = self.func(layout)
@@ -124,8 +126,10 @@ class Layout:
 
     @_shared
     def pieces(self) -> np.ndarray:
-        """Of each rank's kernel calls: how many there are for one tile, most query heads of one and most KV heads,
-        query and KV heads of the last. ``[5, ranks]``, zeros for a rank without heads."""
+        """Each rank's kernel calls for one tile, zeros for a rank without heads: ``[5, ranks]``.
+
+        How many there are, most query heads and most KV heads of one, query and KV heads of the last.
+        """
         ranges = zip(self.first.tolist(), self.last.tolist(), strict=True)
         return np.array([_pieces(heads, self.gqa_ratio) for heads in ranges], float).T
 
