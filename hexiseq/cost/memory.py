@@ -33,6 +33,7 @@ class OutOfMemory(ValueError):
         fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
         full_fits_seq_len: the same with ``recompute=full``; asked for only when nothing else fits.
         offload: with which offload the same split would fit, in words; empty where with none.
+        host: whether it is a host's memory that lacks, which other recompute does not change.
     """
 
     def __init__(
@@ -44,9 +45,13 @@ class OutOfMemory(ValueError):
         lacking_gb: float = math.nan,
         full_fits_seq_len: int = 0,
         offload: str = "",
+        host: bool = False,
     ) -> None:
         remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
-        if recompute != "full" and fits_seq_len >= 2:
+        if host:
+            remedies.append("a host with more memory holds more" if remedies or offload else
+                            "no sequence fits there: use hosts with more memory, or offload=false")  # fmt: skip
+        elif recompute != "full" and fits_seq_len >= 2:
             remedies.append("recompute=full needs less")
         elif recompute != "full" and full_fits_seq_len >= 2:
             remedies.append(
@@ -58,7 +63,7 @@ class OutOfMemory(ValueError):
             remedies.append(f"{offload} would fit")
         super().__init__(f"{problem}; {'; '.join(remedies)}")
         self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
-        self.full_fits_seq_len, self.offload = full_fits_seq_len, offload
+        self.full_fits_seq_len, self.offload, self.host = full_fits_seq_len, offload, host
 
 
 def token_bytes(workload: Workload) -> tuple[float, float]:
@@ -502,16 +507,18 @@ def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Seque
     wires = Wires(cluster, places)
     if (found := _problem(plan, workload, places, wires)) is None:
         return
-    problem, rank, lacking = found
+    problem, rank, lacking, host = found
     full_fits = 0
-    if (fits := _fitting_length(plan, workload, wires)) < 2 and workload.recompute != "full":
+    if (fits := _fitting_length(plan, workload, wires)) < 2 and workload.recompute != "full" and not host:
         full_fits = _fitting_length(plan, dataclasses.replace(workload, recompute="full"), wires)
-    offload = "" if workload.offload or offload_lacks(places) else _fitting_offload(plan, workload, places, wires)
-    raise OutOfMemory(problem, workload.recompute, fits, rank, lacking, full_fits, offload)
+    offload = "" if offload_lacks(places) else _fitting_offload(plan, workload, places, wires)
+    raise OutOfMemory(problem, workload.recompute, fits, rank, lacking, full_fits, offload, host)
 
 
-def _problem(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> tuple[str, int, float] | None:
-    """The device that lacks most memory, or where all fit the host, in words; its rank, and the GB it lacks."""
+def _problem(
+    plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires
+) -> tuple[str, int, float, bool] | None:
+    """The device that lacks most memory, or where all fit the host, in words; its rank, the GB, whether a host."""
     fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, wires.devices)
     limit = MEMORY_FRACTION * wires.devices.each("memory_gb")
     lacking = fixed + share - limit
@@ -523,7 +530,7 @@ def _problem(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wir
             f"{limit[rank]:.3g} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.2g} GB too much, for "
             f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
         )
-        return words, rank, float(lacking[rank])
+        return words, rank, float(lacking[rank]), False
     held, room = _hosts_gb(plan, workload, wires)
     lacking = held - room
     rank = int(lacking.argmax())
@@ -533,7 +540,7 @@ def _problem(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wir
         f"node {places[rank].node_name} keeps {held[rank]:.3g} GB of layers' inputs in its host's memory, of "
         f"{room[rank]:.3g} GB usable ({wires.host_memory_gb[rank]:g} GB), {lacking[rank]:.2g} GB too much"
     )
-    return words, rank, float(lacking[rank])
+    return words, rank, float(lacking[rank]), True
 
 
 def _hosts_gb(plan: Plan, workload: Workload, wires: Wires) -> tuple[np.ndarray, np.ndarray]:
@@ -545,13 +552,15 @@ def _hosts_gb(plan: Plan, workload: Workload, wires: Wires) -> tuple[np.ndarray,
 
 
 def _fitting_offload(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> str:
-    """With which offload the plan's split would fit, in words; empty where with none."""
+    """With which other offload the plan's split would fit, in words; empty where with none."""
+    offload = not workload.offload
     for recompute in dict.fromkeys((workload.recompute, "full")):
         if recompute == "none":
             continue
-        lighter = dataclasses.replace(workload, recompute=recompute, offload=True)
-        if _problem(plan, lighter, places, wires) is None:
-            return "offload=true" if recompute == workload.recompute else f"offload=true with recompute={recompute}"
+        other = dataclasses.replace(workload, recompute=recompute, offload=offload)
+        if _problem(plan, other, places, wires) is None:
+            words = f"offload={str(offload).lower()}"
+            return words if recompute == workload.recompute else f"{words} with recompute={recompute}"
     return ""
 
 

@@ -494,10 +494,12 @@ def _explain(
 ) -> OutOfMemory:
     """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
     fits, full_fits = _longest(cluster, workload, policy, drop_devices, options) or error.fits_seq_len, 0
-    if fits < 2 and workload.recompute != "full":
+    if fits < 2 and workload.recompute != "full" and not error.host:
         full = dataclasses.replace(workload, recompute="full")
         full_fits = _longest(cluster, full, policy, drop_devices, options) or error.full_fits_seq_len
-    return OutOfMemory(error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits, error.offload)
+    return OutOfMemory(
+        error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits, error.offload, error.host
+    )
 
 
 def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:

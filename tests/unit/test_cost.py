@@ -615,6 +615,12 @@ def test_offload_is_a_remedy_where_it_fits_and_hosts_have_room():
     )
     with pytest.raises(OutOfMemory, match=problem) as host:
         check_memory(moved, with_hosts(cluster, 2.0, 1.0), lighter)
+    # Other recompute takes as much of a host; where devices have room, they may keep the inputs.
+    assert str(host.value).endswith("a host with more memory holds more; offload=false with recompute=full would fit")
+    with pytest.raises(OutOfMemory, match="a host with more memory holds more; offload=false would fit"):
+        check_memory(moved, with_hosts(cluster_of([3, 1], memory=64.0), 2.0, 1.0), lighter)
+    with pytest.raises(OutOfMemory, match="no sequence fits there: use hosts with more memory, or offload=false"):
+        check_memory(moved, with_hosts(cluster_of([3, 1], memory=6.1), 1e-9, 1.0), lighter)
     fits = host.value.fits_seq_len // 8 * 8
     assert fits == pytest.approx((1 << 20) * 1.6 / 2.147, rel=1e-3)
     small = dataclasses.replace(two_rank_plan("selective", seq_len=fits), offload=True)
