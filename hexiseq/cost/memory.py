@@ -70,8 +70,10 @@ def token_bytes(workload: Workload) -> tuple[float, float]:
     """Bytes a token leaves on its rank: kept of all layers until backward, and while one layer is worked on."""
     model, size = workload.model, workload.element_bytes
     q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    # Input, two norms, residual; q, k, v and out; gate, up, activation and their product.
-    everything = (4 * model.hidden + 2 * q + kv + 4 * model.intermediate) * size
+    # Each of two norms: what it takes in, in fp32, what it makes of it and what it returns. In 16 bits the first is a
+    # copy, else the layer's input or the residual. Then q, k, v and out; gate, up, activation and their product.
+    norms = 2 * model.hidden * (accumulator_bytes(workload) + 2 * size)
+    everything = norms + (2 * q + kv + 4 * model.intermediate) * size
     if workload.recompute == "none":
         return float(model.layers * everything), 0.0
     inputs = min(INPUTS_HELD, model.layers) if workload.offload else model.layers
@@ -443,8 +445,11 @@ def _held_gb(layout: Layout, at: _Attention, tokens: np.ndarray, workload: Workl
     # Backward is done with the MLP before it comes to attention, and what is recomputed is not there yet before.
     attending = 0.0
     if workload.recompute != "none":
-        # Input, norm and the residual's gradient; q, k, v, out and their gradients.
-        attending = (3 * model.hidden + 4 * (model.heads + model.kv_heads) * model.head_dim) * size
+        # The norm, whose input is there already but for a copy in fp32, and the residual's gradient; q, k, v, out and
+        # their gradients.
+        copied = accumulator_bytes(workload) if size < 4 else 0
+        heads = model.heads + model.kv_heads
+        attending = model.hidden * (3 * size + copied) + 4 * heads * model.head_dim * size
     layer = np.maximum(batch * tokens * working + mlp, batch * tokens * attending + attention)
     logits = np.minimum(tokens, LOSS_CHUNK_TOKENS) * model.vocab * 4 * 2
     loss = batch * (logits + tokens * model.hidden * size)

@@ -194,7 +194,7 @@ class Exhaustive:
     def caps(self, counts):
         """Tokens of a device of each kind that fit memory without attention and logits, among so many devices."""
         model, work, size, ranks = self.work.model, self.work, BYTES[self.work.dtype], sum(counts)
-        everything = 4 * model.hidden + 2 * model.heads * model.head_dim
+        everything = 2 * model.hidden * (max(4, size) + 2 * size) // size + 2 * model.heads * model.head_dim
         everything += 2 * model.kv_heads * model.head_dim + 4 * model.intermediate
         kept = {"none": everything, "selective": model.hidden + model.heads * model.head_dim, "full": model.hidden}
         layer = (0 if work.recompute == "none" else everything) + 2 * (model.intermediate + model.hidden)
