@@ -78,7 +78,10 @@ def token_bytes(workload: Workload) -> tuple[float, float]:
         return float(model.layers * everything), 0.0
     inputs = min(INPUTS_HELD, model.layers) if workload.offload else model.layers
     outputs = model.layers if workload.recompute == "selective" else 0  # of attention
-    return float((inputs * model.hidden + outputs * q) * size), float(everything)
+    kept = (inputs * model.hidden + outputs * q) * size
+    # Of the layer at work, its input, unless norms have a copy, and selective attention's result are there already.
+    there = (model.hidden if size >= 4 else 0) + (q if outputs else 0)
+    return float(kept), float(everything - there * size)
 
 
 def host_token_bytes(workload: Workload) -> int:

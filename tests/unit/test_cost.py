@@ -412,7 +412,7 @@ def test_memory_by_hand():
     def share(tokens, attention, model):
         kept = 3 * tokens * (model.hidden + 4 * 8) * 4
         lse = 3 * tokens * 4 * 4
-        working = tokens * (2 * 3 * model.hidden + 2 * 4 * 8 + 2 * 2 * 8 + 4 * model.intermediate) * 4
+        working = tokens * (5 * model.hidden + 4 * 8 + 2 * 2 * 8 + 4 * model.intermediate) * 4  # the rest is kept
         mlp = tokens * (2 * model.intermediate + 2 * model.hidden) * 4
         attending = tokens * (3 * model.hidden + 2 * (2 * 4 * 8 + 2 * 2 * 8)) * 4
         loss = min(tokens, 1024) * model.vocab * 8 + tokens * model.hidden * 4
@@ -623,7 +623,7 @@ def test_offload_is_a_remedy_where_it_fits_and_hosts_have_room():
     with pytest.raises(OutOfMemory, match="a host with more memory holds more; offload=false would fit"):
         check_memory(moved, with_hosts(cluster_of([3, 1], memory=64.0), 2.0, 1.0), lighter)
     with pytest.raises(OutOfMemory, match="no sequence fits there: use hosts with more memory, or offload=false"):
-        check_memory(moved, with_hosts(cluster_of([3, 1], memory=6.52), 1e-9, 1.0), lighter)
+        check_memory(moved, with_hosts(cluster_of([3, 1], memory=6.1), 1e-9, 1.0), lighter)
     fits = host.value.fits_seq_len // 8 * 8
     assert fits == pytest.approx((1 << 20) * 1.6 / 2.147, rel=1e-3)
     small = dataclasses.replace(two_rank_plan("selective", seq_len=fits), offload=True)

@@ -197,7 +197,8 @@ class Exhaustive:
         everything = 2 * model.hidden * (max(4, size) + 2 * size) // size + 2 * model.heads * model.head_dim
         everything += 2 * model.kv_heads * model.head_dim + 4 * model.intermediate
         kept = {"none": everything, "selective": model.hidden + model.heads * model.head_dim, "full": model.hidden}
-        layer = (0 if work.recompute == "none" else everything) + 2 * (model.intermediate + model.hidden)
+        there = (model.hidden if size >= 4 else 0) + model.heads * model.head_dim * (work.recompute == "selective")
+        layer = (0 if work.recompute == "none" else everything - there) + 2 * (model.intermediate + model.hidden)
         per_token = work.sequences * size * (model.layers * kept[work.recompute] + layer)
         fixed, found = self.fixed(ranks), []
         for places in self.kinds:
