@@ -225,8 +225,9 @@ def test_bytes_sent_are_those_of_the_cost_model(pools, seed):
     places, workload = places_and_workload(plan, dim)
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, workload, places)
-        forward[np.ix_(cost.ranks, cost.ranks)] += cost.heads_in + cost.heads_out + cost.kv
-        backward[np.ix_(cost.ranks, cost.ranks)] += cost.grads_in + cost.grads_out + cost.kv + cost.dkv
+        (heads_in, heads_out, grads_in, grads_out), kv = cost.exchange.matrix(), cost.kv.matrix()[0]
+        forward[np.ix_(cost.ranks, cost.ranks)] += heads_in + heads_out + kv
+        backward[np.ix_(cost.ranks, cost.ranks)] += grads_in + grads_out + kv + cost.dkv.matrix()[0]
     assert (sent[:, 0] == forward).all()
     assert (sent[:, 1] == backward).all()
 
