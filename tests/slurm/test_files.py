@@ -16,7 +16,8 @@ from tests.slurm.mini import NODE_CPUS, Mini
 from tests.test_configs import composed, names
 from tests.test_slurm_recipe import WALLTIME
 
-pytestmark = pytest.mark.slurm
+# These keep one core busy at most: jobs that other tests wait for run beside them.
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("early")]
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes.slurm import Component
 from tests.slurm.jobs import (
-    FIRST_STEPS,
     NODES,
-    ROOT,
     STEPS,
-    TOTAL_STEPS,
     TWO_AND_ONE,
     await_steps,
-    cluster,
     finish,
     first_steps,
     kinds,
@@ -32,6 +25,37 @@ from tests.slurm.jobs import (
 from tests.slurm.mini import Mini
 
 pytestmark = pytest.mark.slurm
+
+
+def test_twelve_ranks_of_torchrun_on_two_nodes_make_a_step(
+    slurm: Mini, plain: dict[int, float], early: dict[str, tuple[int, Path]]
+) -> None:
+    job, folder = early["twelve"]
+    state, output = finish(slurm, job, folder)
+    assert state == "COMPLETED", output
+    assert "step 1/1" in output
+    (run_dir,) = (folder / "outputs").iterdir()
+    assert losses(run_dir) == pytest.approx({1: plain[1]}, rel=1e-5)
+    assert kinds(run_dir) == ["h100_sxm"] * 8 + ["a100_80"] * 4
+    assert len(list((run_dir / "logs").glob("rank*.log"))) == 12
+
+
+def test_jobs_that_are_not_the_cluster_and_a_first_node_that_cannot_be_reached(
+    slurm: Mini, plain: dict[int, float], early: dict[str, tuple[int, Path]]
+) -> None:
+    ends = {name: finish(slurm, job, folder) for name, (job, folder) in early.items() if name != "twelve"}
+    assert {name: state for name, (state, _) in ends.items() if state != "FAILED"} == {"replanned": "COMPLETED"}, ends
+    said = {name: output for name, (_, output) in ends.items()}
+    for name, ranks in (("smaller", 2), ("larger", 4), ("absent", 3)):
+        assert f"error: the job's {ranks} ranks are not the 3 devices of cluster 'h100_a100'" in said[name]
+        assert re.search(r"^\d: +rank +node|^rank +node", said[name], re.MULTILINE), said[name]
+    assert "has no l40s" in said["absent"]
+    assert "planning for what is there" in said["replanned"]
+    (run_dir,) = (early["replanned"][1] / "outputs").iterdir()
+    assert losses(run_dir) == pytest.approx(first_steps(plain), rel=1e-5)
+    assert kinds(run_dir) == ["h100_sxm", "a100_80"]
+    assert re.search(r"a100-\d.* did not answer", said["unreachable"]), said["unreachable"]
+    assert "Traceback" not in "".join(said.values())
 
 
 def test_a_rank_that_dies_ends_the_job_within_a_minute(
@@ -69,70 +93,3 @@ def test_a_preempted_job_goes_on_as_if_it_had_not_been(slurm: Mini, checkout: Pa
     assert 2 <= steps[0] < steps[1] == STEPS
     assert losses(run_dir) == pytest.approx(plain, rel=1e-5)
     assert kinds(run_dir) == ["a100_80", "h100_sxm", "h100_sxm"]
-
-
-@pytest.fixture(scope="module")
-def cut_off(slurm: Mini) -> Iterator[int]:
-    """A port at which nodes with A100s reach nobody."""
-    port, nodes = 23456, [f"a100-{i + 1}" for i in range(NODES)]
-    rule = ("to", "0.0.0.0/0", "ipproto", "tcp", "dport", str(port), "prohibit")
-    for node in nodes:
-        slurm.call("ip", "rule", "add", *rule, node=node)
-    yield port
-    for node in nodes:
-        slurm.call("ip", "rule", "delete", *rule, node=node)
-
-
-@pytest.fixture(scope="module")
-def odd_jobs(slurm: Mini, cut_off: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Path]]:
-    """Jobs that are not the cluster, and one whose first node cannot be reached, submitted: all they do is wait."""
-
-    def other(number: int, **what: Any) -> Callable[[list[Component]], list[Component]]:
-        return lambda parts: [replace(part, **what) if i == number else part for i, part in enumerate(parts)]
-
-    changes: dict[str, tuple[Callable[[list[Component]], list[Component]], list[str], str]] = {
-        "smaller": (other(0, gpus={"h100": 1}), [], "agents"),
-        "larger": (other(0, gpus={"h100": 3}), [], "agents"),
-        "absent": (other(1, partition="l40s", gpus={"l40s": 1}), [], "agents"),
-        "replanned": (other(0, gpus={"h100": 1}, tasks=1), ["launch.mismatch=replan"], "tasks"),
-        "unreachable": (list, ["launch.timeout_seconds=20"], "agents"),
-    }
-    jobs: dict[str, tuple[int, Path]] = {}
-    for name, (change, arguments, start) in changes.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "train.py").symlink_to(ROOT / "train.py")
-        path = write(folder, [*FIRST_STEPS, *arguments], start, change)
-        env = {"MASTER_PORT": str(cut_off)} if name == "unreachable" else {}
-        jobs[name] = slurm.submit(path, cwd=folder, env=env), folder
-    return jobs
-
-
-def test_twelve_ranks_of_torchrun_on_two_nodes_make_a_step(
-    slurm: Mini, checkout: Path, plain: dict[int, float], odd_jobs: dict[str, tuple[int, Path]]
-) -> None:
-    arguments = [*cluster(8, 4), "trainer.max_steps=1", TOTAL_STEPS]
-    state, output = finish(slurm, slurm.submit(write(checkout, arguments, "torchrun"), cwd=checkout), checkout)
-    assert state == "COMPLETED", output
-    assert "step 1/1" in output
-    (run_dir,) = (checkout / "outputs").iterdir()
-    assert losses(run_dir) == pytest.approx({1: plain[1]}, rel=1e-5)
-    assert kinds(run_dir) == ["h100_sxm"] * 8 + ["a100_80"] * 4
-    assert len(list((run_dir / "logs").glob("rank*.log"))) == 12
-
-
-def test_jobs_that_are_not_the_cluster_and_a_first_node_that_cannot_be_reached(
-    slurm: Mini, odd_jobs: dict[str, tuple[int, Path]], plain: dict[int, float]
-) -> None:
-    ends = {name: finish(slurm, job, folder) for name, (job, folder) in odd_jobs.items()}
-    assert {name: state for name, (state, _) in ends.items() if state != "FAILED"} == {"replanned": "COMPLETED"}, ends
-    said = {name: output for name, (_, output) in ends.items()}
-    for name, ranks in (("smaller", 2), ("larger", 4), ("absent", 3)):
-        assert f"error: the job's {ranks} ranks are not the 3 devices of cluster 'h100_a100'" in said[name]
-        assert re.search(r"^\d: +rank +node|^rank +node", said[name], re.MULTILINE), said[name]
-    assert "has no l40s" in said["absent"]
-    assert "planning for what is there" in said["replanned"]
-    (run_dir,) = (odd_jobs["replanned"][1] / "outputs").iterdir()
-    assert losses(run_dir) == pytest.approx(first_steps(plain), rel=1e-5)
-    assert kinds(run_dir) == ["h100_sxm", "a100_80"]
-    assert re.search(r"a100-\d.* did not answer", said["unreachable"]), said["unreachable"]
-    assert "Traceback" not in "".join(said.values())
