@@ -41,7 +41,7 @@ MOST_ATTEMPTS = 12  # at shares that fit memory
 CAP_GRAINS = 256  # of what a rank can hold at the very most: how fine caps are
 GRACE_SECONDS = 4.0  # beyond the time limit, to find anything that fits
 FAR = 0.02  # from the bound: a plan that is farther is worth a program over templates
-JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined by programs
+JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ class Search:
         self.port, self.node, self.nic = wires.port, wires.node, wires.nic
         self.exchange = Exchange(job, ranks)
         self._slower: dict[int, np.ndarray] = {}
-        self._programs: dict[tuple, tuple[int, ...] | None] = {}
         self._seen: dict[tuple, tuple[float, Grouping]] = {}
         self._weighed: tuple[Layout, float] | None = None  # the layout last asked for, which is often asked for again
         self.best: Layout | None = None
@@ -167,7 +166,7 @@ class Search:
             kinds, model.heads, model.kv_heads, (self.job.forwards * moved, moved), self.workload.seq_len,
             FUSED_TOKENS[0], below, lambda: self.options.late(self.best is not None),
         ):  # fmt: skip
-            if (layout := self.settle(grouping, self.program_slots)) is not None:
+            if (layout := self.settle(grouping, self.exact_slots)) is not None:
                 tried.append((self.offer(layout), len(tried), grouping))
         for _, _, grouping in sorted(tried, key=lambda item: item[:2])[:1]:
             for layout in self.refine(grouping[::-1], other_totals=True):
@@ -203,7 +202,7 @@ class Search:
 
     def lay_out_groups(self, grouping: Grouping) -> Layout | None:
         """The layout with these groups, if it fits, by the faster exchange."""
-        if (layout := self.settle(grouping, self.program_slots)) is not None:
+        if (layout := self.settle(grouping, self.exact_slots)) is not None:
             for other in exchanges(layout, self.options.exchange):
                 self.offer(other)
         return self.best
@@ -310,9 +309,9 @@ class Search:
     # Layouts ---------------------------------------------------------------------------------------------------
 
     def refine(self, grouping: Grouping, other_totals: bool) -> Iterator[Layout]:
-        """Plans with slots from the integer program, for the best number of slots and the next best."""
+        """Plans with the best slots, for the best number of them and the next best."""
         for choice in range(2 if other_totals and len(grouping) > 1 and self.options.slot is None else 1):
-            layout = self.settle(grouping, functools.partial(self.program_slots, choice=choice))
+            layout = self.settle(grouping, functools.partial(self.exact_slots, choice=choice))
             if layout is not None:
                 yield layout
 
@@ -548,34 +547,26 @@ class Search:
         least = 2 if total >= 2 * groups and not given else 1
         return slot, round_slots(shares.tokens[parts.index], room[parts.index], total, least)
 
-    def program_slots(self, parts: Parts, choice: int = 0) -> tuple[int, list[int]] | None:
-        """Slots by the integer program, for the best (or `choice`-next) number of slots."""
+    def exact_slots(self, parts: Parts, choice: int = 0) -> tuple[int, list[int]] | None:
+        """The best slots (`best_slots`), for the best (or `choice`-next) number of them."""
         shares = share(parts.classes, parts.counts, self.workload.seq_len)
         if shares is None or len(parts.grouping) == 1:
             return self.round_slots(parts)
         totals = [total for _, total in self.totals(parts, shares.tokens)]
         total = totals[min(choice, len(totals) - 1)] if totals else 0
-        counts = self.program(parts, total, self.size(total)) if total >= len(parts.grouping) else None
-        return self.round_slots(parts) if counts is None else (self.size(total), counts)
-
-    def program(self, parts: Parts, total: int, slot: int) -> list[int] | None:
-        """Slots of each group by `best_slots`."""
-        # The order of the groups does not matter here, so other orders find the answer ready.
-        order = sorted(range(len(parts.classes)), key=lambda i: dataclasses.astuple(parts.classes[i]))
-        classes, numbers = [parts.classes[i] for i in order], [parts.counts[i] for i in order]
-        question = (total, slot, tuple(classes), tuple(numbers))
-        if question not in self._programs:
-            self._programs[question] = best_slots(classes, numbers, total, slot)
-        sums = self._programs[question]
-        if sums is None:
+        if total < len(parts.grouping):
             return None
-        left = {kind: (divmod(n, number)) for kind, n, number in zip(order, sums, numbers, strict=True)}
-        counts, seen = [], dict.fromkeys(order, 0)
+        slot = self.size(total)
+        sums = best_slots(parts.classes, parts.counts, total, slot)
+        if sums is None:
+            return self.round_slots(parts)
+        left = [divmod(n, number) for n, number in zip(sums, parts.counts, strict=True)]
+        counts, seen = [], [0] * len(left)
         for kind in parts.index:
             each, more = left[kind]
             counts.append(each + (seen[kind] < more))
             seen[kind] += 1
-        return counts
+        return slot, counts
 
     # Tokens ----------------------------------------------------------------------------------------------------
 

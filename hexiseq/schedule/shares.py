@@ -9,10 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mip
 import numpy as np
-
-from hexiseq.schedule.local import NANOSECONDS, integer_program, solved
 
 
 @dataclass(frozen=True)
@@ -135,30 +132,54 @@ def round_slots(shares: np.ndarray, room: np.ndarray, total: int, least: int) ->
 
 
 def best_slots(classes: Sequence[GroupClass], counts: Sequence[int], total: int, slot: int) -> tuple[int, ...] | None:
-    """Slots of all groups of each class, for the least (slowest attention + slowest linear), by an integer program."""
+    """Slots of all groups of each class, for the least (slowest attention + slowest linear); None when they do not fit.
+
+    Exact: each is the time of some class with some number of slots. For every such time of attention the least linear
+    time with which all slots find a place is sought by bisection, for all of them at once.
+    """
     least = 2 if total >= 2 * sum(counts) else 1
-    model = integer_program()
-    linear, attention = model.add_var(name="linear"), model.add_var(name="attention")
-    sums = []
-    for group, count in zip(classes, counts, strict=True):
-        high = model.add_var(var_type=mip.INTEGER, lb=least, ub=total)
-        summed = model.add_var(var_type=mip.INTEGER, lb=least * count, ub=total)
-        model.add_constr(summed <= count * high)
-        model.add_constr(attention >= group.attention * slot * NANOSECONDS * high)
-        kinds: dict[tuple[float, float], int] = {}
-        for pair in zip(group.linear, group.caps, strict=True):
-            kinds[pair] = kinds.get(pair, 0) + 1
-        tokens = []
-        for (seconds, cap), alike in kinds.items():
-            x = model.add_var(lb=0, ub=cap / slot)  # slots of one such rank
-            model.add_constr(linear >= seconds * slot * NANOSECONDS * x)
-            tokens.append(alike * x)
-        model.add_constr(mip.xsum(tokens) >= high)
-        sums.append(summed)
-    model.add_constr(mip.xsum(sums) == total)
-    model.objective = mip.minimize(linear + attention)
-    if not solved(model):
+    number = np.array(counts)
+    times = [_slot_seconds(group, least, total, slot) for group in classes]
+    if any(len(attention) == 0 for attention, _ in times):
         return None
-    # Rounding a solver's floats must not lose a slot.
-    found = tuple(round(summed.x) for summed in sums)
-    return found if sum(found) == total else None
+    limits = [np.unique(np.concatenate(seconds)) for seconds in zip(*times, strict=True)]
+    # Slots of a group of each class within each limit: [limits, classes].
+    by_attention, by_linear = (
+        np.stack([np.searchsorted(seconds[kind], limit, side="right") for seconds in times], axis=1) + least - 1
+        for kind, limit in enumerate(limits)
+    )
+
+    def held(attention: np.ndarray, linear: np.ndarray) -> np.ndarray:
+        most = np.minimum(by_attention[attention], by_linear[linear])
+        return np.where((most >= least).all(1), most @ number, 0)
+
+    everyone = np.arange(len(limits[0]))
+    last = np.full(len(everyone), len(limits[1]) - 1)
+    possible = everyone[held(everyone, last) >= total]
+    if not len(possible):
+        return None
+    low, high = np.full(len(possible), -1), last[: len(possible)]
+    while (high - low > 1).any():
+        middle = (low + high + 1) // 2
+        enough = held(possible, middle) >= total
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    best = int((limits[0][possible] + limits[1][high]).argmin())
+    most = np.minimum(by_attention[possible[best]], by_linear[high[best]])
+    sums = (most * number).tolist()
+    # What is too many, classes that take longest have fewer of.
+    extra = sum(sums) - total
+    slowest = [-attention[n - least] - linear[n - least] for (attention, linear), n in zip(times, most, strict=True)]
+    for i in np.argsort(slowest, kind="stable").tolist():
+        fewer = min(extra, sums[i] - least * counts[i])
+        sums[i], extra = sums[i] - fewer, extra - fewer
+    return tuple(sums)
+
+
+def _slot_seconds(group: GroupClass, least: int, most: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of attention and of linear work of a group with `least` to `most` slots, or as many as it can hold."""
+    seconds, caps = np.array(group.linear), np.array(group.caps)
+    slots = np.arange(least, min(most, int(caps.sum() / slot * (1 + 1e-12))) + 1)
+    # Members fill up one after the other.
+    full = np.append(0.0, np.sort(caps * seconds))
+    tokens = np.minimum(caps, full[:, None] / seconds).sum(1)
+    return group.attention * slot * slots, np.interp(slot * slots, tokens, full)
