@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -56,6 +57,9 @@ def worker(
         meeting: of all ranks, where no agent of ours sees which of them has hung.
     """
     _die_with_parent()
+    # All that is imported by now stays.
+    gc.freeze()
+    gc.enable()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     path, report = logs / f"rank{rank()}.log", logs / f"rank{rank()}.error"

@@ -20,6 +20,7 @@ from tests.slurm.jobs import (
     SECONDS,
     TOTAL_STEPS,
     TWO_AND_ONE,
+    checkout_in,
     cluster,
     losses,
     write,
@@ -87,8 +88,7 @@ def early(slurm: Mini, cut_off: int, tmp_path_factory: pytest.TempPathFactory) -
     jobs["twelve"] = list, [*cluster(8, 4), "trainer.max_steps=1", TOTAL_STEPS], "torchrun"
     submitted: dict[str, tuple[int, Path]] = {}
     for name, (change, arguments, start) in jobs.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "train.py").symlink_to(ROOT / "train.py")
+        folder = checkout_in(tmp_path_factory.mktemp(name))
         env = {"MASTER_PORT": str(cut_off)} if name == "unreachable" else {}
         submitted[name] = slurm.submit(write(folder, arguments, start, change), cwd=folder, env=env), folder
     return submitted
@@ -96,10 +96,8 @@ def early(slurm: Mini, cut_off: int, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder to submit from, as a checkout of the repository is one."""
-    for name in ("train.py", "slurm"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    return tmp_path
+    """A folder to submit from."""
+    return checkout_in(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,13 @@ TWO_AND_ONE = [*cluster(2, 1), f"trainer.max_steps={STEPS}", TOTAL_STEPS]
 FIRST_STEPS = [*TWO_AND_ONE, "trainer.max_steps=3"]
 
 
+def checkout_in(folder: Path) -> Path:
+    """The folder, to submit from as from a checkout of the repository."""
+    for name in ("train.py", "slurm"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 def write(
     folder: Path,
     arguments: Sequence[str],

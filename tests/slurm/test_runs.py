@@ -13,9 +13,11 @@ import pytest
 
 from tests.slurm.jobs import (
     NODES,
+    SECONDS,
     STEPS,
     TWO_AND_ONE,
     await_steps,
+    checkout_in,
     finish,
     first_steps,
     kinds,
@@ -58,12 +60,26 @@ def test_jobs_that_are_not_the_cluster_and_a_first_node_that_cannot_be_reached(
     assert "Traceback" not in "".join(said.values())
 
 
+@pytest.fixture(scope="module")
+def preempted(slurm: Mini, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """A job that had to make room for another, and is back in the queue: its number and its folder."""
+    folder = checkout_in(tmp_path_factory.mktemp("preempted"))
+    # The small node first.
+    path = write(folder, TWO_AND_ONE, change=lambda parts: [replace(part, partition="scav") for part in parts[::-1]])
+    job = slurm.submit(path, cwd=folder)
+    await_steps(slurm, job, folder, 2)
+    (folder / "other").write_text("#!/bin/sh\n")
+    # It wants all of one component's GPUs.
+    other = slurm.submit("other", "--partition=h100", f"--nodes={NODES}", "--gres=gpu:h100:8", cwd=folder)
+    assert slurm.wait(other, SECONDS) == ["COMPLETED"]
+    return job, folder
+
+
 def test_a_rank_that_dies_ends_the_job_within_a_minute(
-    slurm: Mini, checkout: Path, request: pytest.FixtureRequest
+    slurm: Mini, checkout: Path, plain: dict[int, float], preempted: tuple[int, Path]
 ) -> None:
-    # Nodes sort as a100-1, h100-1, ranks do not.
+    # The preempted job goes on beside it. Nodes sort as a100-1, h100-1, ranks do not.
     job = slurm.submit(write(checkout, [*TWO_AND_ONE, "trainer.max_steps=100000"]), cwd=checkout)
-    plain = request.getfixturevalue("plain")  # runs beside it
     run_dir = await_steps(slurm, job, checkout, 3)
     os.kill(slurm.processes(job)[2], signal.SIGKILL)
     began = time.monotonic()
@@ -75,20 +91,16 @@ def test_a_rank_that_dies_ends_the_job_within_a_minute(
     assert kinds(run_dir) == ["h100_sxm", "h100_sxm", "a100_80"]
 
 
-def test_a_preempted_job_goes_on_as_if_it_had_not_been(slurm: Mini, checkout: Path, plain: dict[int, float]) -> None:
-    # The small node first.
-    path = write(checkout, TWO_AND_ONE, change=lambda parts: [replace(part, partition="scav") for part in parts[::-1]])
-    job = slurm.submit(path, cwd=checkout)
-    run_dir = await_steps(slurm, job, checkout, 2)
-    (checkout / "other").write_text("#!/bin/sh\n")
-    # It wants all of one component's GPUs.
-    other = slurm.submit("other", "--partition=h100", f"--nodes={NODES}", "--gres=gpu:h100:8", cwd=checkout)
-    state, output = finish(slurm, job, checkout)
+def test_a_preempted_job_goes_on_as_if_it_had_not_been(
+    slurm: Mini, plain: dict[int, float], preempted: tuple[int, Path]
+) -> None:
+    job, folder = preempted
+    state, output = finish(slurm, job, folder)
     assert state == "COMPLETED", output
-    assert slurm.states(other) == ["COMPLETED"]
     assert "back in the queue" in output
     assert re.findall(r"job \d+, start (\d)", output) == ["1", "2"]
-    steps = sorted(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").iterdir())
+    run_dir = folder / "outputs" / f"slurm-{job}"
+    steps = sorted(int(step.name.removeprefix("step-")) for step in (run_dir / "checkpoints").iterdir())
     assert len(steps) == 2
     assert 2 <= steps[0] < steps[1] == STEPS
     assert losses(run_dir) == pytest.approx(plain, rel=1e-5)
