@@ -170,13 +170,15 @@ def asked_to_stop() -> bool:
 
 def requeue() -> None:
     """Say how a run that was asked to stop goes on; a Slurm job is put back into the queue. Rank 0's alone."""
-    if slurm.job_id() is None:
+    job = slurm.job_id()
+    if job is None:
         print("stopped as asked; go on with ckpt_path=auto and the same run folder", flush=True)
-    elif (reason := slurm.requeue()) is None:
-        print(f"stopped as asked; job {slurm.job_id()} is back in the queue", flush=True)
-    else:
-        print(f"stopped as asked; job {slurm.job_id()} was not put back into the queue ({reason}): submit it again "
-              "with ckpt_path=auto and the same run folder", flush=True)  # fmt: skip
+        return
+    # Said before: Slurm ends this process as soon as it has put the job back.
+    print(f"stopped as asked; job {job} goes back into the queue", flush=True)
+    if (reason := slurm.requeue()) is not None:
+        print(f"job {job} was not put back into the queue ({reason}): submit it again with ckpt_path=auto and the "
+              "same run folder", flush=True)  # fmt: skip
 
 
 def _end_at_once_when_asked(report: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_preempted_job_goes_on_as_if_it_had_not_been(
     job, folder = preempted
     state, output = finish(slurm, job, folder)
     assert state == "COMPLETED", output
-    assert "back in the queue" in output
+    assert "goes back into the queue" in output
     assert re.findall(r"job \d+, start (\d)", output) == ["1", "2"]
     run_dir = folder / "outputs" / f"slurm-{job}"
     steps = sorted(int(step.name.removeprefix("step-")) for step in (run_dir / "checkpoints").iterdir())
