@@ -135,11 +135,12 @@ def solve_config(config: Config, *, members: Sequence[launch.Member] | None = No
     elif strategy["plan"]:
         raise ValueError(f"strategy.plan={strategy['plan']} is only read by strategy=manual, not {strategy['policy']}")
     recompute, keep, offload = strategy["recompute"], strategy["keep_parameters"], strategy["offload"]
-    if manual is not None:  # a plan has a mode
+    if manual is not None:  # a plan says both itself
         recompute = manual.recompute if recompute == "auto" else recompute
-        keep = False if keep == "auto" else keep
-        offload = manual.offload if offload == "auto" else offload
-    if offload == "auto" and offload_lacks(cluster.places):
+        # With recompute none, which is not this plan's, no workload offloads: the error is to be about the plan.
+        offload = manual.offload and recompute != "none" if offload == "auto" else offload
+    if offload == "auto" and (lacking := offload_lacks(cluster.places)):
+        print(f"warning: strategy.offload=auto does without offload: {lacking}", file=sys.stderr, flush=True)
         offload = False
     open_modes = modes(workload, *(None if choice == "auto" else choice for choice in (recompute, keep, offload)))
     # Ranks started here sit on the GPUs in their order, so that none that was detected can be left out.

@@ -159,6 +159,18 @@ def test_plan_recipe_writes_a_plan_that_can_be_edited_and_checked(call, tmp_path
     assert (answer.run_dir / "plan.svg").read_text().startswith("<?xml")
     job = ("recipe=plan", "+cluster=h100_a100_16", "model=llama3_8b", "data.seq_len=262144", "strategy=manual")
     assert call(*job, f"strategy.plan={answer.run_dir / 'plan.json'}").code == 0
+    (tmp_path / "moved.json").write_text(json.dumps({**plan, "recompute": "full", "offload": True}))
+    job = (*job, "strategy.plan=moved.json")
+    hosts = [f"+cluster.nodes.{node}.host_memory_gb=1000" for node in (0, 1)]
+    assert call(*job, *hosts).code == 0  # a plan says what it recomputes and whether it offloads
+    for words, settings in (
+        ('or do without: strategy.offload=false, with a manual plan "offload": false in it', ()),
+        ("set strategy.offload=true, or make a new plan", ("strategy.offload=false",)),
+        ("set strategy.recompute=full strategy.offload=true", ("strategy.recompute=none", *hosts)),
+    ):
+        refused = call(*job, *settings)
+        assert refused.code == 2
+        assert words in refused.err
     for words, broken in broken_plans(plan).items():
         (tmp_path / "broken.json").write_text(json.dumps(broken))
         refused = call(*job, "strategy.plan=broken.json")

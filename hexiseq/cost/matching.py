@@ -10,25 +10,33 @@ from hexiseq.workload import Workload
 
 
 def check_workload(plan: Plan, workload: Workload) -> None:
-    """Raise ValueError when the plan was made for another workload."""
+    """Raise ValueError when the plan was made for another workload, naming the settings that would make it this one."""
     model = workload.model
-    for name, planned, wanted in (
-        ("seq_len", plan.seq_len, workload.seq_len),
-        ("num_heads", plan.num_heads, model.heads),
-        ("num_kv_heads", plan.num_kv_heads, model.kv_heads),
-        ("dtype", plan.dtype, workload.dtype),
-        ("recompute", plan.recompute, workload.recompute),
-        ("offload", plan.offload, workload.offload),
-        ("sequences of a micro-step", plan.sequences, workload.sequences),
-    ):
-        if planned != wanted:
-            raise ValueError(f"the plan's {name} is {planned}, the workload's {wanted}; make a new plan for this job")
+    compared = (
+        ("seq_len", plan.seq_len, workload.seq_len, f"data.seq_len={plan.seq_len}"),
+        ("num_heads", plan.num_heads, model.heads, ""),
+        ("num_kv_heads", plan.num_kv_heads, model.kv_heads, ""),
+        ("dtype", plan.dtype, workload.dtype, f"strategy.dtype={plan.dtype}"),
+        ("recompute", plan.recompute, workload.recompute, f"strategy.recompute={plan.recompute}"),
+        ("offload", plan.offload, workload.offload, f"strategy.offload={str(plan.offload).lower()}"),
+        ("sequences of a micro-step", plan.sequences, workload.sequences, f"trainer.sequences={plan.sequences}"),
+    )
+    differing = [row for row in compared if row[1] != row[2]]
+    if differing:
+        words = ", and ".join(
+            f"the plan's {name} is {planned}, the workload's {wanted}" for name, planned, wanted, _ in differing
+        )
+        settings = [setting for *_, setting in differing]
+        remedy = f"set {' '.join(settings)}, or make a new plan" if all(settings) else "make a new plan"
+        raise ValueError(f"{words}; {remedy} for this job")
 
 
 def check_offload(workload: Workload, places: Sequence[Place]) -> None:
     """Raise ValueError when the workload offloads and these places do not say what that takes."""
     if workload.offload and (lacking := offload_lacks(places)):
-        raise ValueError(f"offload: {lacking}, or set strategy.offload=false")
+        raise ValueError(
+            f'offload: {lacking}, or do without: strategy.offload=false, with a manual plan "offload": false in it'
+        )
 
 
 def match_places(plan: Plan, cluster: Cluster) -> tuple[Place, ...]:

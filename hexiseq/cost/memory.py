@@ -23,47 +23,66 @@ LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at one time
 SEARCHED = 32  # numbers of tokens weighed together when the most that fit are sought
 
 
-class OutOfMemory(ValueError):
-    """A device cannot hold its share. The message says which, how much it lacks and what would fit.
+@dataclass(frozen=True)
+class Shortage:
+    """What a plan lacks.
 
     Attributes:
-        problem: the message without what would fit.
-        rank: in the plan.
-        lacking_gb: GB above the limit.
+        words: the device that lacks most, the node whose host does, or both.
+        lacking_gb: GB above the limit, of both the larger number.
+        device, host: whether a device's memory lacks, and whether a host's.
+    """
+
+    words: str
+    lacking_gb: float
+    device: bool
+    host: bool
+
+
+class OutOfMemory(ValueError):
+    """A device or a host cannot hold its share. The message says which, how much it lacks and what would fit.
+
+    Attributes:
+        shortage: what lacks.
         fits_seq_len: largest sequence length that fits the same split, 0 when nothing does.
         full_fits_seq_len: the same with ``recompute=full``; asked for only when nothing else fits.
-        offload: with which offload the same split would fit, in words; empty where with none.
-        host: whether it is a host's memory that lacks, which other recompute does not change.
+        change: another setting with which the same split would fit, in words; empty where there is none.
     """
 
     def __init__(
         self,
-        problem: str,
+        shortage: Shortage,
         recompute: str,
         fits_seq_len: int,
-        rank: int = -1,
-        lacking_gb: float = math.nan,
         full_fits_seq_len: int = 0,
-        offload: str = "",
-        host: bool = False,
+        change: str = "",
+        *,
+        manual: bool = False,
     ) -> None:
-        remedies = [f"seq_len {fits_seq_len:,} would fit"] if fits_seq_len >= 2 else []
-        if host:
-            remedies.append("a host with more memory holds more" if remedies or offload else
-                            "no sequence fits there: use hosts with more memory, or offload=false")  # fmt: skip
+        """Args as the attributes; `manual`: the plan was given, and says length, recompute and offload itself."""
+        there = _where(manual)
+        remedies = []
+        if fits_seq_len >= 2:
+            length = f"seq_len {fits_seq_len:,} would"
+            remedies.append(f"a new plan may fit, and with {length}" if manual else f"{length} fit")
+        if not shortage.device:
+            remedies.append("a host with more memory holds more" if remedies or change else
+                            f"no sequence fits there: use hosts with more memory, or offload=false{there}")  # fmt: skip
         elif recompute != "full" and fits_seq_len >= 2:
-            remedies.append("recompute=full needs less")
+            remedies.append(f"recompute=full{there} needs less{' of devices alone' if shortage.host else ''}")
         elif recompute != "full" and full_fits_seq_len >= 2:
             remedies.append(
-                f"no sequence fits with recompute={recompute}, with recompute=full seq_len {full_fits_seq_len:,} would"
+                f"no sequence fits with recompute={recompute}, with recompute=full{there} "
+                f"seq_len {full_fits_seq_len:,} would"
             )
-        elif fits_seq_len < 2 and not offload:
-            remedies.append("no sequence fits beside the parameters: use more devices or a smaller model")
-        if offload:
-            remedies.append(f"{offload} would fit")
-        super().__init__(f"{problem}; {'; '.join(remedies)}")
-        self.problem, self.fits_seq_len, self.rank, self.lacking_gb = problem, fits_seq_len, rank, lacking_gb
-        self.full_fits_seq_len, self.offload, self.host = full_fits_seq_len, offload, host
+        elif fits_seq_len < 2 and not change:
+            hosts = " and hosts with more memory" if shortage.host else ""
+            remedies.append(f"no sequence fits beside the parameters: use more devices{hosts} or a smaller model")
+        if change:
+            remedies.append(f"{change} would fit")
+        super().__init__(f"{shortage.words}; {'; '.join(remedies)}")
+        self.shortage, self.change = shortage, change
+        self.fits_seq_len, self.full_fits_seq_len = fits_seq_len, full_fits_seq_len
 
 
 def token_bytes(workload: Workload) -> tuple[float, float]:
@@ -505,50 +524,51 @@ def most_tokens(kind: Kind, workload: Workload, wires: Wires) -> tuple[np.ndarra
     return np.minimum(most, workload.seq_len), np.where(free > 0, none / np.where(free > 0, free, 1.0), np.inf)
 
 
-def check_memory(plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None) -> None:
-    """Raise `OutOfMemory` for the rank that lacks most, or the node whose host does, saying what would fit.
+def check_memory(
+    plan: Plan, cluster: Cluster, workload: Workload, places: Sequence[Place] | None = None, *, manual: bool = False
+) -> None:
+    """Raise `OutOfMemory` for the rank that lacks most, and the node whose host does, saying what would fit.
 
-    Return when all fit.
+    Return when all fit. Remedies for a `manual` plan are changes to it.
     """
     places = match_places(plan, cluster) if places is None else places
     check_offload(workload, places)
     wires = Wires(cluster, places)
-    if (found := _problem(plan, workload, places, wires)) is None:
+    if (shortage := _shortage(plan, workload, places, wires)) is None:
         return
-    problem, rank, lacking, host = found
     full_fits = 0
-    if (fits := _fitting_length(plan, workload, wires)) < 2 and workload.recompute != "full" and not host:
+    if (fits := _fitting_length(plan, workload, wires)) < 2 and workload.recompute != "full" and shortage.device:
         full_fits = _fitting_length(plan, dataclasses.replace(workload, recompute="full"), wires)
-    offload = "" if offload_lacks(places) else _fitting_offload(plan, workload, places, wires)
-    raise OutOfMemory(problem, workload.recompute, fits, rank, lacking, full_fits, offload, host)
+    change = _fitting_change(plan, workload, places, wires, manual)
+    raise OutOfMemory(shortage, workload.recompute, fits, full_fits, change, manual=manual)
 
 
-def _problem(
-    plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires
-) -> tuple[str, int, float, bool] | None:
-    """The device that lacks most memory, or where all fit the host, in words; its rank, the GB, whether a host."""
+def _shortage(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> Shortage | None:
     fixed, share = _memory_parts(replica_kinds(plan, _anywhere), workload, wires.devices)
-    limit = MEMORY_FRACTION * wires.devices.each("memory_gb")
-    lacking = fixed + share - limit
-    rank = int(lacking.argmax())
-    place = places[rank]
-    if lacking[rank] > 0:
-        words = (
-            f"rank {rank}, a {place.device.type} on node {place.node_name}, needs {(fixed + share)[rank]:.3g} GB of "
-            f"{limit[rank]:.3g} GB usable ({place.device.memory_gb:g} GB), {lacking[rank]:.2g} GB too much, for "
-            f"{plan.shard(rank).num_tokens:,} of {plan.seq_len:,} tokens"
-        )
-        return words, rank, float(lacking[rank]), False
+    used, limit = fixed + share, MEMORY_FRACTION * wires.devices.each("memory_gb")
     held, room = _hosts_gb(plan, workload, wires)
-    lacking = held - room
-    rank = int(lacking.argmax())
-    if lacking[rank] <= 0:
+    rank, there = int((used - limit).argmax()), int((held - room).argmax())
+    lacking, host_lacking = float((used - limit)[rank]), float((held - room)[there])
+    words = []
+    if lacking > 0:
+        device, node = places[rank].device, places[rank].node_name
+        words.append(
+            f"rank {rank}, a {device.type} on node {node}, needs {_shown(used[rank])} of {_shown(limit[rank])} usable "
+            f"({device.memory_gb:g} GB), {_shown(lacking)} too much, for {plan.shard(rank).num_tokens:,} of "
+            f"{plan.seq_len:,} tokens"
+        )
+    if host_lacking > 0:
+        words.append(
+            f"node {places[there].node_name} keeps {_shown(held[there])} of layers' inputs in its host's memory, of "
+            f"{_shown(room[there])} usable ({wires.host_memory_gb[there]:g} GB), {_shown(host_lacking)} too much"
+        )
+    if not words:
         return None
-    words = (
-        f"node {places[rank].node_name} keeps {held[rank]:.3g} GB of layers' inputs in its host's memory, of "
-        f"{room[rank]:.3g} GB usable ({wires.host_memory_gb[rank]:g} GB), {lacking[rank]:.2g} GB too much"
-    )
-    return words, rank, float(lacking[rank]), True
+    return Shortage(", and ".join(words), max(lacking, host_lacking), lacking > 0, host_lacking > 0)
+
+
+def _shown(gb: float) -> str:
+    return f"{gb:.3g} GB" if gb < 1000 else f"{gb:,.0f} GB"
 
 
 def _hosts_gb(plan: Plan, workload: Workload, wires: Wires) -> tuple[np.ndarray, np.ndarray]:
@@ -559,17 +579,27 @@ def _hosts_gb(plan: Plan, workload: Workload, wires: Wires) -> tuple[np.ndarray,
     return held, room
 
 
-def _fitting_offload(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires) -> str:
-    """With which other offload the plan's split would fit, in words; empty where with none."""
+def _fitting_change(plan: Plan, workload: Workload, places: Sequence[Place], wires: Wires, manual: bool) -> str:
+    """Another setting with which the plan's split would fit, in words; empty where there is none."""
+    if workload.keep_parameters:
+        other = dataclasses.replace(workload, keep_parameters=False)
+        if _shortage(plan, other, places, wires) is None:
+            return "keep_parameters=false"
+    if offload_lacks(places):
+        return ""
     offload = not workload.offload
     for recompute in dict.fromkeys((workload.recompute, "full")):
         if recompute == "none":
             continue
         other = dataclasses.replace(workload, recompute=recompute, offload=offload)
-        if _problem(plan, other, places, wires) is None:
-            words = f"offload={str(offload).lower()}"
-            return words if recompute == workload.recompute else f"{words} with recompute={recompute}"
+        if _shortage(plan, other, places, wires) is None:
+            also = "" if recompute == workload.recompute else f" with recompute={recompute}"
+            return f"offload={str(offload).lower()}{also}{_where(manual)}"
     return ""
+
+
+def _where(manual: bool) -> str:
+    return " in the plan" if manual else ""
 
 
 def _fitting_length(plan: Plan, workload: Workload, wires: Wires) -> int:

@@ -57,7 +57,7 @@ def solve_modes(
             roomy.add(workload)
     if not found:
         lacking = [error for error in errors if isinstance(error, OutOfMemory)]
-        raise min(lacking, key=lambda error: error.lacking_gb) if lacking else errors[0]
+        raise min(lacking, key=lambda error: error.shortage.lacking_gb) if lacking else errors[0]
     plan, workload = min(found, key=lambda item: _seconds(item[0]))
     rows = tuple(_best_row([other.rivals[i] for other, _ in found]) for i in range(len(plan.rivals)))
     gains = plan.gains

@@ -138,7 +138,7 @@ def solve(
 def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
     cost.check_workload(plan, workload)
     places = cost.match_places(plan, cluster)
-    cost.check_memory(plan, cluster, workload, places)
+    cost.check_memory(plan, cluster, workload, places, manual=True)
     return plan.annotated(predicted=cost.predict(plan, cluster, workload, places))
 
 
@@ -494,12 +494,10 @@ def _explain(
 ) -> OutOfMemory:
     """The error with the largest length this policy fits on the cluster, whatever length was asked for."""
     fits, full_fits = _longest(cluster, workload, policy, drop_devices, options) or error.fits_seq_len, 0
-    if fits < 2 and workload.recompute != "full" and not error.host:
+    if fits < 2 and workload.recompute != "full" and error.shortage.device:
         full = dataclasses.replace(workload, recompute="full")
         full_fits = _longest(cluster, full, policy, drop_devices, options) or error.full_fits_seq_len
-    return OutOfMemory(
-        error.problem, workload.recompute, fits, error.rank, error.lacking_gb, full_fits, error.offload, error.host
-    )
+    return OutOfMemory(error.shortage, workload.recompute, fits, full_fits, error.change)
 
 
 def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bool, options: Options) -> int:

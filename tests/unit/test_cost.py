@@ -607,14 +607,12 @@ def test_offload_is_a_remedy_where_it_fits_and_hosts_have_room():
     check_memory(moved, with_hosts(cluster, 100.0, 1.0), lighter)
     with pytest.raises(ValueError, match="offload: device type d3 has no host_gb_per_s"):
         check_memory(moved, cluster, lighter)
-    with pytest.raises(ValueError, match="plan's offload is True, the workload's False"):
-        predict(moved, cluster, work)
     with pytest.raises(OutOfMemory, match="GB too much") as small:
         check_memory(plan, with_hosts(cluster, 2.0, 1.0), work)
     assert "offload" not in str(small.value)
     # Eight layers' inputs of 1,048,576 tokens, 64 elements of 4 bytes: both ranks are on one node.
     problem = (
-        r"node n0 keeps 2.15 GB of layers' inputs in its host's memory, of 1.6 GB usable \(2 GB\), 0.55 GB too much"
+        r"node n0 keeps 2.15 GB of layers' inputs in its host's memory, of 1.6 GB usable \(2 GB\), 0.547 GB too much"
     )
     with pytest.raises(OutOfMemory, match=problem) as host:
         check_memory(moved, with_hosts(cluster, 2.0, 1.0), lighter)
@@ -624,10 +622,39 @@ def test_offload_is_a_remedy_where_it_fits_and_hosts_have_room():
         check_memory(moved, with_hosts(cluster_of([3, 1], memory=64.0), 2.0, 1.0), lighter)
     with pytest.raises(OutOfMemory, match="no sequence fits there: use hosts with more memory, or offload=false"):
         check_memory(moved, with_hosts(cluster_of([3, 1], memory=6.1), 1e-9, 1.0), lighter)
+    # Where devices lack memory, too, the error names both, and what would suit both.
+    tight = with_hosts(cluster_of([3, 1], memory=4.0), 1.0, 1.0)
+    with pytest.raises(
+        OutOfMemory, match=rf"^rank 0, a d3 on node n0, needs .* of 1,048,576 tokens, and {problem[:60]}"
+    ) as both:
+        check_memory(moved, tight, lighter)
+    assert str(both.value).endswith(" would fit; recompute=full needs less of devices alone")
+    fits = both.value.fits_seq_len // 8 * 8
+    small = dataclasses.replace(two_rank_plan("selective", seq_len=fits), offload=True)
+    check_memory(small, tight, dataclasses.replace(lighter, seq_len=fits))
     fits = host.value.fits_seq_len // 8 * 8
     assert fits == pytest.approx((1 << 20) * 1.6 / 2.147, rel=1e-3)
     small = dataclasses.replace(two_rank_plan("selective", seq_len=fits), offload=True)
     check_memory(small, with_hosts(cluster, 2.0, 1.0), dataclasses.replace(lighter, seq_len=fits))
+
+
+def test_remedies_for_a_manual_plan_are_changes_to_it():
+    plan = two_rank_plan("selective", seq_len=1 << 20)
+    cluster = with_hosts(cluster_of([3, 1], memory=6.82), 100.0, 1.0)
+    work = workload_for(plan, "float32", "selective", layers=8)
+    with pytest.raises(OutOfMemory) as light:
+        check_memory(plan, cluster, work, manual=True)
+    there = "recompute=full in the plan needs less; offload=true in the plan would fit"
+    assert str(light.value).endswith(
+        f"; a new plan may fit, and with seq_len {light.value.fits_seq_len:,} would; {there}"
+    )
+    # Kept parameters are no part of a plan.
+    most = max(predict(plan, cluster_of([3, 1]), work).memory_gb) / 0.95 * (1 + 1e-9)
+    check_memory(plan, cluster_of([3, 1], memory=most), work)
+    with pytest.raises(OutOfMemory, match=r"; keep_parameters=false would fit$"):
+        check_memory(
+            plan, cluster_of([3, 1], memory=most), dataclasses.replace(work, keep_parameters=True), manual=True
+        )
 
 
 def test_a_plan_for_another_job_is_refused():
@@ -635,6 +662,13 @@ def test_a_plan_for_another_job_is_refused():
     work = workload_for(plan, "float32")
     with pytest.raises(ValueError, match="seq_len is 1024, the workload's 2048"):
         check_workload(plan, dataclasses.replace(work, seq_len=2048))
+    moved = dataclasses.replace(two_rank_plan("full"), offload=True)
+    with pytest.raises(ValueError) as other:
+        check_workload(moved, dataclasses.replace(work, recompute="selective"))
+    assert str(other.value) == (
+        "the plan's recompute is full, the workload's selective, and the plan's offload is True, the workload's False; "
+        "set strategy.recompute=full strategy.offload=true, or make a new plan for this job"
+    )
     with pytest.raises(ValueError, match="recompute is none"):
         predict(plan, cluster_of([3, 1]), dataclasses.replace(work, recompute="full"))
     with pytest.raises(ValueError, match="wants a d1 on node n0 for rank 1; cluster 'test' has 0 there"):
