@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import attention, peers
+from benchmarks import attention, memory, peers
 
 ROOT = Path(__file__).resolve().parent.parent
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks are pinned to two cores")
@@ -129,6 +129,20 @@ def test_pairs_and_shares_are_counted_right(documents: int | None, window: int |
         assert attention.pairs(contest, positions, True) == seen[positions].sum()
         assert attention.pairs(contest, positions, False) == sum(p + 1 for p in positions)
     assert attention.largest_share(contest, next(iter(contest.plans))) == 1.0  # one core does it all
+
+
+def test_live_storages_against_the_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory.main(["--seq", "100", "--layers", "2", "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["dtype"], row["recompute"]) for row in rows] == [
+        (dtype, recompute) for dtype in ("float32", "bfloat16") for recompute in ("none", "selective", "full")
+    ]
+    assert all(0.9 < row["predicted"] / row["backward"] < 1.1 for row in rows)
+    assert all(row["forward"] < row["backward"] for row in rows)
+    assert "tiny_llama, 2 layers, 100 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        memory.parse(["--seq", "288"])
+    assert "none of the model's own sizes, [96, 288, 320, 768], got 288" in capsys.readouterr().err
 
 
 def test_wrong_options_end_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
