@@ -10,37 +10,39 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import paper_report as report
+from benchmarks import paper_settings as settings
 from benchmarks import paper_suite as suite
 from hexiseq.cluster import Cluster
 from hexiseq.cost import busy_seconds, predict
 from hexiseq.plan import Prediction
 from hexiseq.workload import Workload
 from recipes.compose import composed
-from recipes.job import workload_of
+from recipes.job import CONF, workload_of
 
-SMALL = suite.Row("testbed", "paper_testbed_8", "llama_3b", 8192, 1, 1)
+SMALL = settings.Row("testbed", "paper_testbed_8", "llama_3b", 8192, 1, 1)
 
 
-def setting(row: suite.Row, *overrides: str) -> tuple[Cluster, Workload]:
+def setting(row: settings.Row, *overrides: str) -> tuple[Cluster, Workload]:
     config = composed([*row.overrides, *overrides])
     cluster = Cluster.from_config(config["cluster"])
     return cluster, workload_of(config, cluster)
 
 
 def test_rows_are_complete_and_unique() -> None:
-    rows = suite.all_rows()
+    rows = settings.all_rows()
     assert len({row.key for row in rows}) == len(rows)
-    counts = {family: sum(row.family == family for row in rows) for family in suite.FAMILIES}
-    nics = len(suite.NICS)
+    counts = {family: sum(row.family == family for row in rows) for family in settings.FAMILIES}
+    nics = len(settings.NICS)
     assert counts == {"testbed": 3 * 3 * 6 * nics, "simulation": 3 * 2 * 4 * nics, "flops": 4 * 2 * 4 * nics,
         "batch": 3 * 2 * 2 * nics,
     }  # fmt: skip
     # Every cluster written for the suite is in it, and each row's own NICs come first.
-    assert {row.cluster for row in rows} == {path.stem for path in (suite.CONF / "cluster").glob("paper_*.yaml")}
-    firsts = [row.nics == suite.main_nics(row.cluster) for row in rows]
+    assert {row.cluster for row in rows} == {path.stem for path in (CONF / "cluster").glob("paper_*.yaml")}
+    firsts = [row.nics == settings.main_nics(row.cluster) for row in rows]
     assert firsts == sorted(firsts, reverse=True)
     assert sum(firsts) == len(rows) / nics
-    assert set(suite.MATCHED) | set(suite.MATCHED.values()) == {r.cluster for r in rows if r.family == "flops"}
+    assert set(settings.MATCHED) | set(settings.MATCHED.values()) == {r.cluster for r in rows if r.family == "flops"}
 
 
 def test_clusters_are_those_of_the_paper() -> None:
@@ -57,8 +59,8 @@ def test_clusters_are_those_of_the_paper() -> None:
         "paper_flops_168": {"a100_80": 168},
     }
     for name, counts in expected.items():
-        written = yaml.safe_load((suite.CONF / "cluster" / f"{name}.yaml").read_text())
-        assert (written["cluster"]["name"], written["paper"]["nics"]) == (name, suite.main_nics(name))
+        written = yaml.safe_load((CONF / "cluster" / f"{name}.yaml").read_text())
+        assert (written["cluster"]["name"], written["paper"]["nics"]) == (name, settings.main_nics(name))
         found = dict.fromkeys(counts, 0)
         for node in written["cluster"]["nodes"]:
             assert (node["nics"], node["nic_gb_per_s"]) == ("${paper.nics}", 25)
@@ -68,7 +70,7 @@ def test_clusters_are_those_of_the_paper() -> None:
 
 
 def test_rows_compose() -> None:
-    rows = suite.all_rows()
+    rows = settings.all_rows()
     for row in rows[:: len(rows) // 4]:
         cluster, workload = setting(row)
         assert (cluster.name, workload.model.name, workload.seq_len) == (row.cluster, row.model, row.seq_len)
@@ -179,10 +181,10 @@ def test_figures_agree_with_the_cost_model() -> None:
     assert busy.max() <= found["step_seconds"]
 
 
-def record(row: suite.Row, ours: float | None, rivals: dict[str, float | str]) -> suite.Record:
+def record(row: settings.Row, ours: float | None, rivals: dict[str, float | str]) -> settings.Record:
     """A solved row of one mode with made-up steps; a rival's text is its status."""
     free = dict.fromkeys(("even_without_parameters_seconds", "fast_only_without_parameters_seconds"))
-    mode: suite.Record = {"status": "out_of_memory", "reason": "", "bound_seconds": 1.0, **free}
+    mode: settings.Record = {"status": "out_of_memory", "reason": "", "bound_seconds": 1.0, **free}
     if ours is not None:
         figures = {
             "step_seconds": ours, "without_parameters_seconds": ours / 2, "balance": 0.9, "memory_fraction": 0.5,
@@ -217,9 +219,9 @@ def test_best_even_split_leaves_ours_and_parts_of_the_cluster_out() -> None:
 def test_outcomes_keep_rows_with_lacking_memory_apart() -> None:
     lengths = itertools.count(8192)
 
-    def view(ours: float | None, **rivals: float | str) -> suite.Record:
+    def view(ours: float | None, **rivals: float | str) -> settings.Record:
         row = dataclasses.replace(SMALL, seq_len=next(lengths))
-        return suite.summary(record(row, ours, rivals))
+        return report.summary(record(row, ours, rivals))
 
     fit = view(1.0, usp=1.5, ring=2.0, ulysses="illegal", fast_only=1.2, hexiseq=1.0)
     assert (fit["outcome"], fit["gain"], fit["gain_any"], fit["even"]) == ("all fit", 1.5, 1.2, "usp")
@@ -243,46 +245,50 @@ def test_outcomes_keep_rows_with_lacking_memory_apart() -> None:
             ]
         )
     ]
-    cells = suite.gains_table(rows).splitlines()[-1].strip("| ").split(" | ")
+    cells = report.gains_table(rows).splitlines()[-1].strip("| ").split(" | ")
     gains = [*["1.300 / 1.500"] * 3, "–", "2.000 / 2.000", "1.200 / 1.200"]
     assert cells == ["testbed", "1 (main)", "2", *gains, "1: 9.000 / 9.000", "1", "1"]
 
 
 def test_flop_matched_pairs() -> None:
-    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(suite.MATCHED.items())))
+    mixed, alone = (
+        settings.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(settings.MATCHED.items()))
+    )
     results = [record(mixed, 2.1, {"usp": 3.0}), record(alone, 2.5, {"usp": 2.0})]
-    (pair,) = suite.pairs([suite.summary(r) for r in results])
+    (pair,) = report.pairs([report.summary(r) for r in results])
     assert pair[2] == pytest.approx(1.05)  # against the best on the partner, an even split here
-    assert "| flops_56 / flops_152 | llama_13b | 256k | 2.1 | 2.5 | 1.050 | 1.000 | 1.429 |" in suite.pairs_table(
+    assert "| flops_56 / flops_152 | llama_13b | 256k | 2.1 | 2.5 | 1.050 | 1.000 | 1.429 |" in report.pairs_table(
         results
     )
     # The partner is no mixed cluster: it takes no part in the gains.
-    assert "| flops | 8 (main) | 1 | 1.429 / 1.429 | 1.429 / 1.429 |" in suite.gains_table(results)
+    assert "| flops | 8 (main) | 1 | 1.429 / 1.429 | 1.429 / 1.429 |" in report.gains_table(results)
 
 
 def test_tables_go_between_their_markers() -> None:
     text = "a\n<!-- begin one -->\nold\n<!-- end one -->\nb\n"
-    once = suite.fill(text, {"one": "| new |"})
+    once = report.fill(text, {"one": "| new |"})
     assert once == "a\n<!-- begin one -->\n| new |\n<!-- end one -->\nb\n"
-    assert suite.fill(once, {"one": "| new |"}) == once
+    assert report.fill(once, {"one": "| new |"}) == once
     for broken, parts in ((text, {"two": ""}), (text + text, {"one": ""}), (text, {})):
         with pytest.raises(ValueError, match=r"markers|needs the lines"):
-            suite.fill(broken, parts)
+            report.fill(broken, parts)
 
 
 def test_document_has_the_tables_of_the_suite() -> None:
     results = [record(SMALL, 1.0, {"usp": 1.5})]
-    filled = suite.fill(suite.DOCS.read_text(), suite.tables(results))
-    for line in suite.against_paper(results).splitlines():
+    filled = report.fill(suite.DOCS.read_text(), report.tables(results))
+    for line in report.against_paper(results).splitlines():
         assert line in filled
 
 
 def test_pictures(tmp_path: Path) -> None:
     rows = [dataclasses.replace(SMALL, seq_len=8192 << i) for i in range(3)]
     results = [record(row, 1.0, {"usp": 1.5 + i}) for i, row in enumerate(rows)]
-    mixed, alone = (suite.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(suite.MATCHED.items())))
+    mixed, alone = (
+        settings.Row("flops", name, "llama_13b", 2**18, 1, 8) for name in next(iter(settings.MATCHED.items()))
+    )
     results += [record(mixed, 2.1, {"usp": 3.0}), record(alone, 2.0, {"usp": 2.0})]
-    suite.pictures(results, tmp_path)
+    report.pictures(results, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "balance.png", "gain.png", "memory.png", "pairs.png", "traffic.png",
     ]  # fmt: skip
