@@ -70,7 +70,11 @@ H100_A100 = ("recipe=plan", "+cluster=h100_a100")
             ["launch.preflight_timeout_seconds must be above 0 and at most 604800, got 0"],
         ),
         ((*H100_A100, "data.seq_len=0"), 2, ["data.seq_len must be an integer of at least 2, got 0"]),
-        ((*H100_A100, "data.seq_len=8000000"), 2, ["GB", "h100", "seq_len"]),
+        (
+            (*H100_A100, "data.seq_len=8000000", "strategy.offload=auto"),
+            2,
+            ["GB", "h100", "seq_len", "warning: strategy.offload=auto does without offload: node h100 has no host_mem"],
+        ),
         ((*H100_A100, "model.config.num_key_value_heads=5"), 2, ["32 query heads are not a multiple of 5 KV heads"]),
         ((*H100_A100, "strategy.offload=maybe"), 2, ["strategy.offload must be true, false or auto, got 'maybe'"]),
         (
