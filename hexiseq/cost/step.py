@@ -115,7 +115,7 @@ def assess(kinds: Sequence[Kind], wires: Wires, workload: Workload) -> Predictio
 
 
 def assess_below(kinds: Sequence[Kind], wires: Wires, workload: Workload, seconds: float) -> Prediction | None:
-    """The same, or None where kernels alone are known to take a step as long as that."""
+    """The same, or None where kernels and all-to-alls alone are known to take a step as long as that."""
     repeats, optimizer = workload.accumulation, optimizer_seconds(workload, wires)
     exposed = exposed_seconds(workload, wires)
     models = [
@@ -124,10 +124,18 @@ def assess_below(kinds: Sequence[Kind], wires: Wires, workload: Workload, second
     ]
     costs = []
     for kind in kinds:
-        devices = wires.devices.subset(kind.ranks[0])
-        costs.append([_replica_cost(kind.layout, one, devices) for one in models])
-        least = sum(one.model.layers * _busy(cost) for one, cost in zip(models, costs[-1], strict=True))
-        if repeats * (least + float(costs[-1][-1].loss.max())) + exposed + optimizer >= seconds:
+        near = wires.subset(kind.ranks[0])
+        costs.append([_replica_cost(kind.layout, one, near.devices) for one in models])
+        loss, layers = float(costs[-1][-1].loss.max()), [one.model.layers for one in models]
+
+        def late(floor: float, loss: float = loss) -> bool:
+            return repeats * (floor + loss) + exposed + optimizer >= seconds
+
+        # Nothing hides all-to-alls; KV across groups, which takes longest to work out, may be hidden.
+        busy = sum(n * _busy(cost) for n, cost in zip(layers, costs[-1], strict=True))
+        if late(busy) or late(busy + sum(
+            n * sum(_all_to_all(cost, near).values()) for n, cost in zip(layers, costs[-1], strict=True)
+        )):  # fmt: skip
             return None
     load = np.zeros(len(wires.rate))
     path = compute = all_to_all = across = copies = 0.0
@@ -194,16 +202,22 @@ def _busy(cost: ReplicaCost) -> float:
     return linears * float(cost.linear.max()) + (forwards * forward + backward)
 
 
+def _all_to_all(cost: ReplicaCost, wires: Wires) -> dict[str, float]:
+    """Seconds of one layer's all-to-alls: of all its forward passes, and of backward."""
+    in_forward, back, in_backward, home = wires.seconds(wires.load(cost.exchange))
+    return {"forward": passes(cost.workload.recompute)[0] * (in_forward + back), "backward": in_backward + home}
+
+
 def layer_seconds(cost: ReplicaCost, wires: Wires) -> LayerSeconds:
     """What one layer takes on the replica's own `wires`."""
     forwards, linears = passes(cost.workload.recompute)
     counts = {"forward": forwards, "backward": 1}
     linear = linears * float(cost.linear.max())
     kernels = dict(zip(counts, cost.kernels, strict=True))
+    all_to_all = _all_to_all(cost, wires)
     heads, kv, dkv = wires.load(cost.exchange), wires.load(cost.kv), wires.load(cost.dkv)
-    times = wires.seconds(np.concatenate([heads, kv, kv + dkv[:1], dkv[1:]]))
-    all_to_all = {"forward": times[0] + times[1], "backward": times[2] + times[3]}
-    gather, both, late = times[4:]  # nothing hides what leaves after the last call
+    # Nothing hides what leaves after the last call.
+    gather, both, late = wires.seconds(np.concatenate([kv, kv + dkv[:1], dkv[1:]]))
     if cost.layout.exchange == "ring":
         moving = {"forward": gather, "backward": both}
         overlapped = {
@@ -221,11 +235,11 @@ def layer_seconds(cost: ReplicaCost, wires: Wires) -> LayerSeconds:
     def total(seconds: dict[str, float]) -> float:
         return sum(counts[p] * seconds[p] for p in counts)
 
-    exchanged = total(all_to_all)
+    exchanged = sum(all_to_all.values())
     load = forwards * (heads[0] + heads[1] + kv[0]) + heads[2] + heads[3] + kv[0] + dkv[0]
     path, copy = linear + exchanged + total(overlapped), float(cost.copy.max())
     # A layer's input leaves while it is worked on forward; backward the one before it comes.
-    forward = float(cost.linear.max()) + all_to_all["forward"] + overlapped["forward"]
+    forward = float(cost.linear.max()) + all_to_all["forward"] / forwards + overlapped["forward"]
     path += max(0.0, copy - forward) + max(0.0, copy - (path - forward))
     return LayerSeconds(path, _busy(cost), exchanged, total(moving), 2 * copy, load)
 

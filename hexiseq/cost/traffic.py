@@ -185,8 +185,8 @@ def _ring_tokens(
     behind, ahead = np.append(outer_from[1:], layout.seq_len), np.minimum.accumulate(inner_from)
     last = np.append(layout.seq_len, inner_from[:-1])  # of the group before home, which reaches furthest so far
 
-    def arrive(home: np.ndarray, runs: np.ndarray) -> np.ndarray:
-        """Tokens of what lies there that come to each group."""
+    def arrive() -> np.ndarray:
+        """Tokens of each slot that come to each group."""
         past = np.maximum(0.0, runs[:, 0, 1] - np.maximum(runs[:, 0, 0], behind[home]))[:, None]
         inner = _from(runs[:, 0], ahead) + _from(runs[:, 1], ahead)
         # One piece travels, from the first token to the last that is needed.
@@ -201,16 +201,23 @@ def _ring_tokens(
         fronts = np.maximum(0.0, runs[..., 0, 1] - np.maximum(runs[..., 0, 0], so_far)) * (home != group)
         return fronts, np.maximum(0.0, runs[..., 1, 1] - np.maximum(runs[..., 1, 0], so_far)) * before
 
-    # Without a window all slots of a group go the same way.
-    whole = (outer_from == 0).all() and np.isin(inner_from, (0, layout.seq_len)).all()
-    places = (group, layout.runs.astype(float)) if whole else (home, runs)
-    held = arrive(*places)
-    fronts, backs = leave(places[0][:, None], places[1][:, None], group)
     before_it = (group - 1) % groups
-    fetched[(group + 1) % groups, group] = held.sum(0)
-    delivered[group, before_it] = fronts.sum(0)
-    delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
-    np.add.at(delivered[0], places[0], backs[:, 0])
+    # Without a window a group's slots all go as far: sums over groups are running sums.
+    if (outer_from == 0).all() and np.isin(inner_from, (0, layout.seq_len)).all():
+        front, back = (layout.runs[:, :, 1] - layout.runs[:, :, 0]).T.astype(float)
+        to_inner, so_far = ahead == 0, last == 0  # whether all of what comes is needed, and was
+        fetched[(group + 1) % groups, group] = _earlier(front) + np.where(
+            to_inner, _later(front + back), _later(np.where(group < groups - 1, front, 0.0))
+        )
+        delivered[group, before_it] = _earlier(front) + _later(so_far * front)
+        delivered[group[1:], before_it[1:]] += _later(so_far * back)[1:]
+        delivered[0, 1:] += (so_far * back)[1:]
+    else:
+        fetched[(group + 1) % groups, group] = arrive().sum(0)
+        fronts, backs = leave(home[:, None], runs[:, None], group)
+        delivered[group, before_it] = fronts.sum(0)
+        delivered[group[1:], before_it[1:]] += backs.sum(0)[1:]
+        np.add.at(delivered[0], home, backs[:, 0])
 
     # The last call takes the slots just before a group's own; inner groups' only where there are no outer ones.
     first = np.cumsum(slots) - slots
@@ -221,6 +228,16 @@ def _ring_tokens(
     late[group, before_it] = (fronts * taken).sum(1)
     np.add.at(late[0], home[slot[0]], backs[0] * taken[0])
     return fetched, delivered, late
+
+
+def _earlier(values: np.ndarray) -> np.ndarray:
+    """The sum of all before each."""
+    return np.cumsum(values) - values
+
+
+def _later(values: np.ndarray) -> np.ndarray:
+    """The sum of all after each."""
+    return values.sum() - np.cumsum(values)
 
 
 # Wires ---------------------------------------------------------------------------------------------------------

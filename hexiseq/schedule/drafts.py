@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from hexiseq import cost
@@ -29,6 +30,12 @@ class Draft:
     @property
     def seconds(self) -> float:
         return self.predicted.step_seconds
+
+    def seconds_below(self, limit: float) -> float:
+        """The seconds, or infinity where they are known to be no fewer than the limit."""
+        if "predicted" not in self.__dict__ and (found := self.job.judge_below(self.kinds, limit)) is not None:
+            self.__dict__["predicted"] = found
+        return self.seconds if "predicted" in self.__dict__ else math.inf
 
     @functools.cached_property
     def lacking_gb(self) -> float:

@@ -97,10 +97,9 @@ class Job:
         """Step time of replicas of these kinds, without memory."""
         return cost.assess(kinds, self.wires, self.workload)
 
-    def seconds_below(self, kinds: Sequence[Kind], limit: float) -> float:
-        """The same step time if it is below a limit, else something that is not."""
-        found = cost.assess_below(kinds, self.wires, self.workload, limit)
-        return found.step_seconds if found is not None else math.inf
+    def judge_below(self, kinds: Sequence[Kind], limit: float) -> Prediction | None:
+        """The same, or None where the step is soon known to take as long as that."""
+        return cost.assess_below(kinds, self.wires, self.workload, limit)
 
     def lacking_gb(self, kinds: Sequence[Kind]) -> np.ndarray:
         """`cost.lacking_gb` of one replica of each kind, ranks of one after those of the other."""

@@ -23,6 +23,7 @@ from hexiseq.schedule.shares import rank_totals, round_slots
 MOST_RANKS = 16  # of a replica that is polished
 MOST_JUDGED = 1500  # changes, divided by ranks
 MOST_TOTALS = 12  # other numbers of slots
+NEARLY = 0.98  # of the longest time: who takes so long finishes last, too
 MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours change places
 
 
@@ -89,9 +90,11 @@ def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, f
 
     # Memory only makes it slower.
     layout, limit = built(search.capacity), below * (1 - 1e-9)
-    while layout is not None and (seconds := search.job.seconds_below([search.kind(layout)], limit)) < limit:
+    while layout is not None and (found := search.job.judge_below([search.kind(layout)], limit)) is not None:
+        if found.step_seconds >= limit:
+            break
         if search.over_gb(layout) <= 0:
-            return layout, seconds
+            return layout, found.step_seconds
         room, alone = search.room(layout)
         fitting = built(room) if alone.max() <= 1 else None
         layout = fitting if fitting is not None and search.over_gb(fitting) <= 0 else None
@@ -115,15 +118,22 @@ def _changes(search: Search, outline: Outline) -> Iterator[Outline]:
         )  # fmt: skip
         for order in orders:
             yield changed(order)
-        for giver, taker in itertools.permutations(range(len(groups)), 2):
-            if groups[giver][0] > 1:
-                more = {giver: -1, taker: 1}
-                yield changed(tuple((slots + more.get(g, 0), members) for g, (slots, members) in enumerate(groups)))
+    attention, linear = _seconds(search, outline)
+    moves: list[tuple[bool, tuple]] = []
+    for giver, taker in itertools.permutations(range(len(groups)), 2):
+        if groups[giver][0] > 1:
+            more = {giver: -1, taker: 1}
+            idle = max(attention[giver]) < NEARLY * max(map(max, attention)) and linear[giver] < NEARLY * max(linear)
+            moves.append((idle, tuple((slots + more.get(g, 0), members) for g, (slots, members) in enumerate(groups))))
     for g, (slots, members) in enumerate(groups):
         for giver, taker in itertools.permutations(range(len(members)), 2):
             if members[giver][1] > 0:
                 heads = tuple((r, h - (m == giver) + (m == taker)) for m, (r, h) in enumerate(members))
-                yield changed((*groups[:g], (slots, heads), *groups[g + 1 :]))
+                idle = attention[g][giver] < NEARLY * max(map(max, attention))
+                moves.append((idle, (*groups[:g], (slots, heads), *groups[g + 1 :])))
+    # First what takes work from those that finish last.
+    for _, moved in sorted(moves, key=lambda move: move[0]):
+        yield changed(moved)
     if len(groups) > 1 and search.options.slot is None:
         shares = np.array([slots * outline.slot for slots in outline.slots], float)
         totals = slot_totals(n, len(groups), 64)
@@ -136,3 +146,15 @@ def _changes(search: Search, outline: Outline) -> Iterator[Outline]:
             cut = tuple((count, members) for count, (_, members) in zip(counts, groups, strict=True))
             for fused in (outline.fusion * outline.slot, n):
                 yield changed(cut, round(fused / slot), slot)
+
+
+def _seconds(search: Search, outline: Outline) -> tuple[list[list[float]], list[float]]:
+    """Seconds of each member's attention, and of each group's linear work shared by speed."""
+    rates = search.attention_in(len(outline.groups)).tolist()
+    tokens = [slots * outline.slot for slots in outline.slots]
+    attention = [[n * h * rates[r] for r, h in members] for n, (_, members) in zip(tokens, outline.groups, strict=True)]
+    linear = [
+        n / float((1 / search.linear[[r for r, _ in members]]).sum())
+        for n, (_, members) in zip(tokens, outline.groups, strict=True)
+    ]
+    return attention, linear

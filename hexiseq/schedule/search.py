@@ -25,7 +25,7 @@ from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, 
 from hexiseq.schedule.even import even_totals, exchanges, lay_out, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
-from hexiseq.schedule.shares import GroupClass, best_slots, rank_totals, round_slots, share
+from hexiseq.schedule.shares import GroupClass, Shares, best_slots, rank_totals, round_slots, share
 from hexiseq.schedule.templates import Kinds, template_groupings
 
 MOST_FUSED = 32  # slots of one call
@@ -272,11 +272,15 @@ class Search:
         totals = self.totals(parts, shares.tokens)
         if not totals or totals[0][1] < len(grouping):
             return math.inf
+        return self.estimated(parts, shares, totals[0][0])
+
+    def estimated(self, parts: Parts, shares: Shares, rounding: float) -> float:
+        """The estimate with these shares, of which the last group finishes so much later for whole slots."""
         # One group of each class: work of its members, and its all-to-all.
         members = [rank for ranks in parts.members for rank in ranks]
         work = np.repeat(shares.tokens, list(map(len, parts.members)))
         work *= np.array([heads for group in parts.classes for heads in group.heads])
-        slower = self.slower(len(grouping))[members]
+        slower = self.slower(len(parts.grouping))[members]
         merge = self.job.calls(float(shares.tokens.min())) * self.merge[members]
         forward = float((work * (slower * self.forward[members] + merge)).max())
         backward = float((work * (slower * self.backward[members] + merge)).max())
@@ -285,11 +289,10 @@ class Search:
             seconds, kv = self.exchange.of(ranks, group.heads)
             all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
             heads.append(kv)
-        ring, order = self.ring(grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
+        ring, order = self.ring(parts.grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
         kv_forward, kv_backward, nic = (
             self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[order], self.nic)
         )
-        rounding = totals[0][0]
         forward, backward = max(rounding * forward, kv_forward), max(rounding * backward, kv_backward)
         linear = rounding * shares.linear_seconds
         path = linear + all_to_all + self.job.forwards * forward + backward

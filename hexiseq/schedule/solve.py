@@ -194,9 +194,7 @@ def _even_grids(job: Job, names: Sequence[str], options: Options) -> dict[str, D
                 continue
             tried += 1
             for one in drafts:
-                if best is not None and one.seconds >= best.seconds * ESTIMATE_SLACK:
-                    break  # the other exchange does not make up for so much
-                if best is not None and one.seconds >= best.seconds:
+                if best is not None and one.seconds_below(best.seconds) >= best.seconds:
                     continue
                 if one.lacking_gb <= 0:
                     best = one
