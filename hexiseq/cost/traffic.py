@@ -313,21 +313,22 @@ class Wires:
         return len(self.node)
 
     def subset(self, ranks: np.ndarray) -> Wires:
-        """The wires as the given ranks see them, in that order; worked out once."""
+        """The wires as the given ranks see them, in that order; worked out once.
+
+        Others with ranks on the same nodes, which exchange what they have at the same time, take their part of the
+        NICs and links.
+        """
         key = ranks.tobytes()
         if key not in self._subsets:
             nodes, node = np.unique(self.node[ranks], return_inverse=True)
-            link = None if self.link is None else self.link[np.ix_(nodes, nodes)]
+            part = np.bincount(node) / self.seats[nodes]
+            link = None
+            if self.link is not None:
+                link = self.link[np.ix_(nodes, nodes)] * np.maximum(part[:, None], part)
             found = self._subsets[key] = object.__new__(Wires)
-            found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes], link, self.seat[ranks],
-                       self.host_memory_gb[ranks])  # fmt: skip
+            found._set(self.devices.subset(ranks), node, self.port[ranks], self.nic[nodes] * part, link,
+                       self.seat[ranks], self.host_memory_gb[ranks])  # fmt: skip
         return self._subsets[key]
-
-    def through(self, nic: np.ndarray) -> Wires:
-        """The same with other NICs, of so many bytes a second."""
-        found = object.__new__(Wires)
-        found._set(self.devices, self.node, self.port, nic, self.link, self.seat, self.host_memory_gb)
-        return found
 
     def signatures(self, rows: np.ndarray) -> list[Hashable]:
         """For rows of ranks something equal only for those on devices alike that share nodes alike, one by one."""
@@ -347,6 +348,11 @@ class Wires:
         return self.signatures(np.array([ranks]))[0]
 
     @cached_property
+    def seats(self) -> np.ndarray:
+        """Ranks of each node."""
+        return np.bincount(self.node)
+
+    @cached_property
     def slowest_hbm(self) -> float:
         """Bytes a second of the slowest device's memory."""
         return float(self.devices.each("hbm_gb_per_s").min()) * GB
@@ -361,9 +367,8 @@ class Wires:
     def neighbours(self) -> tuple[np.ndarray, np.ndarray]:
         """All pairs of ranks that share a node."""
         order = np.argsort(self.node, kind="stable")
-        seats = np.bincount(self.node)
-        ends = np.cumsum(seats)[self.node[order]]
-        mates = seats[self.node[order]]
+        ends = np.cumsum(self.seats)[self.node[order]]
+        mates = self.seats[self.node[order]]
         # Each rank with all of its node, itself included.
         a = np.repeat(np.arange(len(order)), mates)
         b = np.arange(len(a)) - np.repeat(np.cumsum(mates) - ends, mates)
@@ -422,7 +427,7 @@ class Wires:
         """The load of one byte around the circle of all ranks."""
         nodes = len(self.nic)
         # A rank alone on its node passes the circle on through the NIC only.
-        port = (np.bincount(self.node)[self.node] > 1).astype(float)
+        port = (self.seats[self.node] > 1).astype(float)
         nic = np.full(nodes, float(nodes > 1))
         link = np.zeros((nodes, nodes) if self.link is not None else 0)
         if self.link is not None:

@@ -216,7 +216,6 @@ class Exchange:
         self.job, self.ranks = job, ranks
         self.node = job.wires.node[ranks]
         self._nodes, self.alike = self.node.tolist(), job.wires.seat[ranks].tolist()
-        self._on_node = np.bincount(self.node)
         self._found: dict[tuple, tuple[float, np.ndarray]] = {}
 
     def of(self, members: list[int], heads: tuple[int, ...]) -> tuple[float, np.ndarray]:
@@ -241,9 +240,8 @@ class Exchange:
             return 0.0, kv
         speed = 1 / job.linear[job.device[self.ranks[members]]]
         part, h = speed / speed.sum(), np.array(heads, float)
+        # The other ranks of these nodes, of this replica or others, are in groups alike, through the same NICs.
         wires = job.wires.subset(self.ranks[members])
-        # The other ranks of these nodes are in groups alike, through the same NICs.
-        wires = wires.through(wires.nic * np.bincount(wires.node) / self._on_node[np.unique(self.node[members])])
         unit = model.layers * model.head_dim * job.workload.element_bytes
 
         flow = Inside(

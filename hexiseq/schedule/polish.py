@@ -21,7 +21,7 @@ from hexiseq.schedule.search import Search, slot_totals, widest_fusion
 from hexiseq.schedule.shares import rank_totals, round_slots
 
 MOST_RANKS = 16  # of a replica that is polished
-MOST_JUDGED = 1500  # changes, divided by ranks
+MOST_JUDGED = 9000  # changes, divided by the square of ranks: of many they cost more and change less
 MOST_TOTALS = 12  # other numbers of slots
 NEARLY = 0.98  # of the longest time: who takes so long finishes last, too
 MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours change places
@@ -55,7 +55,7 @@ def polish(search: Search, layout: Layout) -> Layout:
     if len(search.places) > MOST_RANKS:
         return layout
     seconds = search.job.judge([search.kind(layout)]).step_seconds
-    left, seen, better = MOST_JUDGED // len(search.places), {best}, True
+    left, seen, better = MOST_JUDGED // len(search.places) ** 2, {best}, True
     while better:
         better = False
         for other in _changes(search, best):

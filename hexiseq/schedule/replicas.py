@@ -20,10 +20,10 @@ MOST_NUMBERS = 6  # numbers of replicas that are tried
 
 
 def divisions(job: Job) -> Iterator[tuple[Alike, ...]]:
-    """Divisions worth a try: a part of each kind of node for every replica, or replicas of one kind of node each."""
+    """Divisions worth a try: a part of each kind of node or of device for every replica, or one kind of node each."""
     seen = set()
     for number in replica_numbers(len(job.places), job.workload.sequences):
-        for replicas in (_mixed(job, number), _by_kind(job, number)):
+        for replicas in (_mixed(job, number), _shared(job, number), _by_kind(job, number)):
             key = tuple(sorted(ranks.tobytes() for ranks in replicas))
             if len(replicas) == number and key not in seen:
                 seen.add(key)
@@ -63,6 +63,19 @@ def _mixed(job: Job, number: int) -> list[np.ndarray]:
             start, end = (((r + i) * len(kind) + turn * number // len(kinds)) // number for i in (0, 1))
             replicas[r] += kind[start:end]
     return [np.sort(np.concatenate(members)) for members in replicas if members]
+
+
+def _shared(job: Job, number: int) -> list[np.ndarray]:
+    """Every replica its part of every kind of device, where that takes parts of nodes."""
+    if number <= min(map(len, job.nodes)):
+        return []
+    order = np.lexsort((job.wires.node, job.wires.seat))
+    kinds = np.split(order, np.cumsum(np.bincount(job.wires.seat[order]))[:-1])
+    kinds = [ranks for ranks in kinds if len(ranks)]
+    if number > min(map(len, kinds)):
+        return []
+    parts = [np.array_split(ranks, number) for ranks in kinds]
+    return [np.sort(np.concatenate(members)) for members in zip(*parts, strict=True)]
 
 
 def _inside(job: Job, kinds: list[list[np.ndarray]], number: int) -> list[np.ndarray]:

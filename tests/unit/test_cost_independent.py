@@ -56,11 +56,19 @@ def link_gb_per_s(cluster, a, b):
 
 
 class Transfers:
-    """Bytes on every wire: each rank's port inside its node, each node's NICs, links between two nodes; out and in."""
+    """Bytes on every wire: each rank's port inside its node, each node's NICs, links between two nodes; out and in.
 
-    def __init__(self, cluster, placed):
+    `own`: the ranks that exchange something; of NICs and links they have their part, by ranks on a node.
+    """
+
+    def __init__(self, cluster, placed, own=None):
         self.cluster, self.placed = cluster, placed
+        self.own = range(len(placed)) if own is None else own
         self.carried = defaultdict(float)
+
+    def part(self, node):
+        there = [rank for rank, site in enumerate(self.placed) if site.node == node]
+        return sum(rank in self.own for rank in there) / len(there)
 
     def send(self, sender, receiver, size):
         a, b = self.placed[sender], self.placed[receiver]
@@ -97,9 +105,9 @@ class Transfers:
         at = {site.node: site for site in self.placed}
         nics = [at[node].kind.nics * at[node].kind.nic_gb_per_s for node in ends]
         if kind.startswith("nic"):
-            return nics[0] * 1e9
+            return nics[0] * 1e9 * self.part(ends[0])
         special = link_gb_per_s(self.cluster, *(at[node] for node in ends))
-        return (min(nics) if special is None else special) * 1e9
+        return (min(nics) if special is None else special) * 1e9 * max(map(self.part, ends))
 
 
 def kv_of(heads, ratio):
@@ -232,7 +240,7 @@ def evaluate(plan, cluster, work):
                           + 5 * model.intermediate)  # fmt: skip
 
     def together(*lists):
-        moving = Transfers(cluster, placed)
+        moving = Transfers(cluster, placed, replica.ranks)
         for message in (m for messages in lists for m in messages):
             moving.send(*message)
         return moving.seconds()
