@@ -81,6 +81,16 @@ def test_divisions_use_every_device_once_and_share_all_sequences(counts, sequenc
             assert len({place.wires.signature(row.tolist()) for row in alike.ranks}) == 1
 
 
+def test_replicas_of_a_part_of_each_kind_of_device_stay_inside_nodes():
+    cluster, workload = classes(h100=2, a100=2, l40s=2), job(seq_len=65536, sequences=8)
+    plan = solve(cluster, workload)
+    check(plan, cluster, workload)
+    held = [sorted(plan.devices[rank].type for rank in replica.ranks) for replica in plan.replicas]
+    assert held == [["a100_80"] * 2 + ["h100_sxm"] * 2 + ["l40s"] * 2] * 8
+    assert all(len({plan.devices[rank].node for rank in replica.ranks}) == 3 for replica in plan.replicas)
+    assert plan.gap < 0.08
+
+
 def test_numbers_of_replicas():
     assert replica_numbers(8, 1) == [1]
     assert replica_numbers(8, 6) == [1, 2, 3, 4, 6]
