@@ -7,8 +7,9 @@ fit memory. It costs a judgement per change, and is for replicas of few ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,13 @@ from hexiseq.cost import Layout
 from hexiseq.plan import fits_slots
 from hexiseq.schedule.even import lay_out
 from hexiseq.schedule.local import share_tokens
-from hexiseq.schedule.search import Search, slot_totals, widest_fusion
+from hexiseq.schedule.search import MOST_FUSED, Search, slot_totals, widest_fusion
 from hexiseq.schedule.shares import rank_totals, round_slots
 
 MOST_RANKS = 16  # of a replica that is polished
-MOST_JUDGED = 9000  # changes, divided by the square of ranks: of many they cost more and change less
+MOST_JUDGED = 1200  # changes, divided by ranks
 MOST_TOTALS = 12  # other numbers of slots
-NEARLY = 0.98  # of the longest time: who takes so long finishes last, too
+FUSIONS = (1, 2, 4, 8, 16, MOST_FUSED)  # slots of a call; and one more than now
 MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours change places
 
 
@@ -47,7 +48,7 @@ class Outline:
 
 
 def polish(search: Search, layout: Layout) -> Layout:
-    """The layout after all changes that make it faster; the first that does is taken, and all are tried again."""
+    """The layout after all changes that make it faster, taken as they come and repeated while they help."""
     best = Outline(
         tuple((slots, tuple((rank, heads) for rank, _, heads in members)) for slots, members in layout.counts),
         layout.slot, layout.fusion, layout.exchange,
@@ -55,20 +56,22 @@ def polish(search: Search, layout: Layout) -> Layout:
     if len(search.places) > MOST_RANKS:
         return layout
     seconds = search.job.judge([search.kind(layout)]).step_seconds
-    left, seen, better = MOST_JUDGED // len(search.places) ** 2, {best}, True
-    while better:
-        better = False
-        for other in _changes(search, best):
-            if other in seen:
-                continue
+    left, seen = MOST_JUDGED // len(search.places), {best}
+    moves = list(_moves(search, best))
+    waiting = len(moves)  # until all have been tried in vain
+    for move in itertools.cycle(moves):
+        if not waiting:
+            break
+        waiting -= 1
+        while (other := move(best)) is not None and other not in seen:
             seen.add(other)
             if not left or search.options.late():
                 return layout
             left -= 1
             found = _laid_out(search, other, seconds)
-            if found is not None:
-                (layout, seconds), best, better = found, other, True
+            if found is None:
                 break
+            (layout, seconds), best, waiting = found, other, len(moves)
     return layout
 
 
@@ -101,60 +104,81 @@ def _laid_out(search: Search, outline: Outline, below: float) -> tuple[Layout, f
     return None
 
 
-def _changes(search: Search, outline: Outline) -> Iterator[Outline]:
-    """Outlines that differ in one thing."""
-    groups, n = outline.groups, search.workload.seq_len
-
-    def changed(groups: tuple, fusion: int = outline.fusion, slot: int = outline.slot) -> Outline:
-        most = widest_fusion([slots for slots, _ in groups])
-        return dataclasses.replace(outline, groups=groups, slot=slot, fusion=max(1, min(fusion, most)))
-
-    if len(groups) > 1:
-        most = widest_fusion(outline.slots)
-        for fusion in sorted({2**i for i in range(most.bit_length())} | {most, outline.fusion + 1} - {0}):
-            yield changed(groups, fusion)
-        orders = itertools.permutations(groups) if len(groups) <= MOST_ORDERED else (
-            (*groups[:i], groups[i + 1], groups[i], *groups[i + 2 :]) for i in range(len(groups) - 1)
-        )  # fmt: skip
-        for order in orders:
-            yield changed(order)
-    attention, linear = _seconds(search, outline)
-    moves: list[tuple[bool, tuple]] = []
-    for giver, taker in itertools.permutations(range(len(groups)), 2):
-        if groups[giver][0] > 1:
-            more = {giver: -1, taker: 1}
-            idle = max(attention[giver]) < NEARLY * max(map(max, attention)) and linear[giver] < NEARLY * max(linear)
-            moves.append((idle, tuple((slots + more.get(g, 0), members) for g, (slots, members) in enumerate(groups))))
-    for g, (slots, members) in enumerate(groups):
-        for giver, taker in itertools.permutations(range(len(members)), 2):
-            if members[giver][1] > 0:
-                heads = tuple((r, h - (m == giver) + (m == taker)) for m, (r, h) in enumerate(members))
-                idle = attention[g][giver] < NEARLY * max(map(max, attention))
-                moves.append((idle, (*groups[:g], (slots, heads), *groups[g + 1 :])))
-    # First what takes work from those that finish last.
-    for _, moved in sorted(moves, key=lambda move: move[0]):
-        yield changed(moved)
-    if len(groups) > 1 and search.options.slot is None:
-        shares = np.array([slots * outline.slot for slots in outline.slots], float)
-        totals = slot_totals(n, len(groups), 64)
-        ranked = rank_totals(shares.tolist(), [1] * len(groups), totals, 1)
-        for _, total in ranked[:MOST_TOTALS]:
-            slot = 2 * -(-n // (2 * total))
-            counts = round_slots(shares, np.full(len(groups), total), total, 1)
-            if not fits_slots(n, slot, total) or sum(counts) != total:
-                continue
-            cut = tuple((count, members) for count, (_, members) in zip(counts, groups, strict=True))
-            for fused in (outline.fusion * outline.slot, n):
-                yield changed(cut, round(fused / slot), slot)
+Move = Callable[[Outline], "Outline | None"]
 
 
-def _seconds(search: Search, outline: Outline) -> tuple[list[list[float]], list[float]]:
-    """Seconds of each member's attention, and of each group's linear work shared by speed."""
-    rates = search.attention_in(len(outline.groups)).tolist()
-    tokens = [slots * outline.slot for slots in outline.slots]
-    attention = [[n * h * rates[r] for r, h in members] for n, (_, members) in zip(tokens, outline.groups, strict=True)]
-    linear = [
-        n / float((1 / search.linear[[r for r, _ in members]]).sum())
-        for n, (_, members) in zip(tokens, outline.groups, strict=True)
-    ]
-    return attention, linear
+def _moves(search: Search, outline: Outline) -> Iterator[Move]:
+    """Changes of one thing; None where an outline does not allow one."""
+    count = len(outline.groups)
+    if count > 1:
+        yield from (functools.partial(_fused, fusion=fusion) for fusion in FUSIONS)
+        yield lambda outline: _fused(outline, outline.fusion + 1)
+        yield from (functools.partial(_ordered, order=order) for order in _orders(count))
+        yield from (
+            functools.partial(_slot_given, giver=a, taker=b) for a, b in itertools.permutations(range(count), 2)
+        )
+    widest = max(len(members) for _, members in outline.groups)
+    for g, giver, taker in itertools.product(range(count), range(widest), range(widest)):
+        if giver != taker:
+            yield functools.partial(_head_given, g=g, giver=giver, taker=taker)
+    if count > 1 and search.options.slot is None:
+        for rank, whole in itertools.product(range(MOST_TOTALS), (False, True)):
+            yield functools.partial(_recut, n=search.workload.seq_len, rank=rank, whole=whole)
+
+
+def _changed(outline: Outline, groups: tuple, fusion: int, slot: int) -> Outline:
+    most = widest_fusion([slots for slots, _ in groups])
+    return dataclasses.replace(outline, groups=groups, slot=slot, fusion=max(1, min(fusion, most)))
+
+
+def _fused(outline: Outline, fusion: int) -> Outline:
+    return _changed(outline, outline.groups, fusion, outline.slot)
+
+
+def _orders(count: int) -> Iterator[tuple[int, ...]]:
+    """Orders of groups to try: all of few, else neighbours that change places."""
+    if count <= MOST_ORDERED:
+        yield from itertools.permutations(range(count))
+    else:
+        yield from ((*range(i), i + 1, i, *range(i + 2, count)) for i in range(count - 1))
+
+
+def _ordered(outline: Outline, order: Sequence[int]) -> Outline:
+    return _changed(outline, tuple(outline.groups[g] for g in order), outline.fusion, outline.slot)
+
+
+def _slot_given(outline: Outline, giver: int, taker: int) -> Outline | None:
+    if outline.groups[giver][0] < 2:
+        return None
+    more = {giver: -1, taker: 1}
+    groups = tuple((slots + more.get(g, 0), members) for g, (slots, members) in enumerate(outline.groups))
+    return _changed(outline, groups, outline.fusion, outline.slot)
+
+
+def _head_given(outline: Outline, g: int, giver: int, taker: int) -> Outline | None:
+    slots, members = outline.groups[g]
+    if max(giver, taker) >= len(members) or not members[giver][1]:
+        return None
+    heads = tuple((r, h - (m == giver) + (m == taker)) for m, (r, h) in enumerate(members))
+    groups = (*outline.groups[:g], (slots, heads), *outline.groups[g + 1 :])
+    return _changed(outline, groups, outline.fusion, outline.slot)
+
+
+def _recut(outline: Outline, n: int, rank: int, whole: bool) -> Outline | None:
+    """Another number of slots, the `rank`-th best, in calls of as many tokens or as wide as they come."""
+    tokens = tuple(slots * outline.slot for slots in outline.slots)
+    totals = _ranked_totals(n, tokens)
+    if rank >= len(totals):
+        return None
+    slot, shares = 2 * -(-n // (2 * totals[rank])), np.array(tokens, float)
+    counts = round_slots(shares, np.full(len(tokens), totals[rank]), totals[rank], 1)
+    if not fits_slots(n, slot, totals[rank]) or sum(counts) != totals[rank]:
+        return None
+    groups = tuple((count, members) for count, (_, members) in zip(counts, outline.groups, strict=True))
+    return _changed(outline, groups, round((n if whole else outline.fusion * outline.slot) / slot), slot)
+
+
+@functools.lru_cache(maxsize=64)
+def _ranked_totals(n: int, tokens: tuple[int, ...]) -> list[int]:
+    ranked = rank_totals([float(one) for one in tokens], [1] * len(tokens), slot_totals(n, len(tokens), 64), 1)
+    return [total for _, total in ranked[:MOST_TOTALS]]
