@@ -66,14 +66,14 @@ class Timeline:
 def predicted(plan: Plan, cluster: Cluster, workload: Workload) -> Timeline:
     """What is expected of a layer: simulated, or by the cost model alone where that would take too long.
 
-    Of many ranks in replicas alike one replica is looked at, as if it were alone on its nodes.
+    Of many ranks in replicas alike one replica is looked at; the cost model knows its part of NICs that it shares.
     """
     places = match_places(plan, cluster)
     kinds = kinds_of(plan)
     shown = rows(plan, kinds, each=EACH, most=MOST)
     title = f"One layer of {workload.model.name}: {plan.policy}, {plan.seq_len:,} tokens on {plan.world_size:,} devices"
-    if min(plan.world_size, sum(len(alike[0].ranks) for alike in kinds)) <= MOST_SIMULATED:
-        drawn, ranks = _one_of_each(plan, kinds)
+    drawn, ranks = _one_of_each(plan, kinds)
+    if drawn.world_size <= MOST_SIMULATED and _alone(places, ranks):
         small = dataclasses.replace(workload, sequences=drawn.sequences)
         simulation = simulate_step(drawn, cluster, small, places=[places[rank] for rank in ranks], trace=True)
         found = _simulated(simulation, ranks)
@@ -136,6 +136,12 @@ def _one_of_each(plan: Plan, kinds: Sequence[Sequence[Replica]]) -> tuple[Plan, 
     devices = tuple(plan.devices[rank] for rank in ranks)
     replicas = tuple(renamed(alike[0]) for alike in kinds)
     return dataclasses.replace(plan, replicas=replicas, devices=devices, predicted=None), ranks
+
+
+def _alone(places: Sequence[Place], ranks: Sequence[int]) -> bool:
+    """Whether no others have devices on the nodes of these ranks."""
+    nodes = {places[rank].node for rank in ranks}
+    return sum(place.node in nodes for place in places) == len(ranks)
 
 
 def _simulated(simulation: StepSimulation, ranks: Sequence[int]) -> dict[int, tuple[tuple[Bar, ...], ...]]:
@@ -204,12 +210,11 @@ def _estimated(
     plan: Plan, kinds: Sequence[Sequence[Replica]], cluster: Cluster, workload: Workload, places: Sequence[Place]
 ) -> dict[int, tuple[tuple[Bar, ...], ...]]:
     """The same by the cost model."""
-    model = max(workload.model.kinds, key=lambda kind: kind.layers)
+    model, everyone = max(workload.model.kinds, key=lambda kind: kind.layers), Wires(cluster, places)
     found: dict[int, tuple[tuple[Bar, ...], ...]] = {}
     for alike in kinds:
         cost = replica_cost(plan, alike[0], dataclasses.replace(workload, model=model), places)
-        wires = Wires(cluster, [places[rank] for rank in cost.ranks.tolist()])
-        steps = _steps(plan.exchange, cost, wires, workload.recompute)
+        steps = _steps(plan.exchange, cost, everyone.subset(cost.ranks), workload.recompute)
         for i, rank in enumerate(cost.ranks.tolist()):
             found[rank] = tuple(_in_turn(steps[name], i) for name in PASSES)
     return found

@@ -23,6 +23,7 @@ from hexiseq.plan import Bound, ExcludedDevice
 from hexiseq.simulate import simulate_step
 from hexiseq.workload import ModelShape
 from tests.unit.plans import draw_small, group_tokens, make_device, plan_over, proportional, workload_of
+from tests.unit.test_simulate_step import dealt
 
 MODEL = ModelShape("toy<8>", 4, 64, 96, 12, 4, 16, 300)
 FAST, SLOW = (
@@ -189,6 +190,15 @@ def test_one_of_many_replicas_alike_is_simulated() -> None:
     timeline = predicted(plan, cluster, work)
     assert "simulated" in timeline.source
     assert all(lane.label.endswith("64 replicas") for lane in timeline.lanes)
+
+
+def test_one_of_many_replicas_on_shared_nodes_has_its_part_of_the_nics() -> None:
+    shown = {
+        count: predicted(*dealt(count, "ring", 25.0 * count)) for count in (12, 24)
+    }  # as much for each of its devices
+    assert all("cost model" in timeline.source for timeline in shown.values())
+    for name in PASSES:
+        assert lengths(shown[12], name)[0] == pytest.approx(lengths(shown[24], name)[0])
 
 
 def split(ranks: int) -> dict:

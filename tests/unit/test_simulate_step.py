@@ -144,26 +144,24 @@ def test_agrees_on_several_replicas(exchange: str) -> None:
     assert [len(groups) for groups in simulation.buffers] == [len(one.replicas[0].groups)] * 3
 
 
+def dealt(count: int, exchange: str, nic: float) -> tuple[Plan, Cluster, Workload]:
+    """Replicas of a device of each of four nodes: all that they exchange crosses NICs, and at the same time."""
+    slot = 1024
+    whole = cluster(nic, count, h100=2, a100=2)
+    workload = job(seq_len=128 * slot, sequences=count, recompute="full")
+    replicas = [
+        [(n, [(count * node + i, n * slot // 2, 16) for node in nodes]) for n, nodes in ((98, (0, 1)), (30, (2, 3)))]
+        for i in range(count)
+    ]
+    plan = manual(whole, workload, replicas, ["h100"] * 2 * count + ["a100"] * 2 * count, slot, fusion=16)
+    return dataclasses.replace(plan, exchange=exchange), whole, workload
+
+
 @pytest.mark.parametrize("nic", [25.0, 100.0])
 @pytest.mark.parametrize("exchange", ["ring", "allgather"])
 def test_replicas_with_ranks_on_the_same_nodes_share_their_nics(exchange: str, nic: float) -> None:
-    def dealt(count: int) -> tuple[Plan, Cluster, Workload]:
-        """Replicas of a device of each node: all that they exchange crosses NICs, and at the same time."""
-        slot = 1024
-        whole = cluster(nic, count, h100=2, a100=2)
-        workload = job(seq_len=128 * slot, sequences=count, recompute="full")
-        replicas = [
-            [
-                (n, [(count * node + i, n * slot // 2, 16) for node in nodes])
-                for n, nodes in ((98, (0, 1)), (30, (2, 3)))
-            ]
-            for i in range(count)
-        ]
-        plan = manual(whole, workload, replicas, ["h100"] * 2 * count + ["a100"] * 2 * count, slot, fusion=16)
-        return dataclasses.replace(plan, exchange=exchange), whole, workload
-
-    four, one = predict(*dealt(4)), predict(*dealt(1))
-    assert simulate_step(*dealt(4)).step_seconds == pytest.approx(four.step_seconds, rel=0.03)
+    four, one = predict(*dealt(4, exchange, nic)), predict(*dealt(1, exchange, nic))
+    assert simulate_step(*dealt(4, exchange, nic)).step_seconds == pytest.approx(four.step_seconds, rel=0.03)
     assert four.all_to_all_seconds == pytest.approx(4 * one.all_to_all_seconds)
 
 
