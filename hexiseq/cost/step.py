@@ -126,16 +126,16 @@ def assess_below(kinds: Sequence[Kind], wires: Wires, workload: Workload, second
     for kind in kinds:
         near = wires.subset(kind.ranks[0])
         costs.append([_replica_cost(kind.layout, one, near.devices) for one in models])
-        loss, layers = float(costs[-1][-1].loss.max()), [one.model.layers for one in models]
+        loss = float(costs[-1][-1].loss.max())
 
         def late(floor: float, loss: float = loss) -> bool:
             return repeats * (floor + loss) + exposed + optimizer >= seconds
 
         # Nothing hides all-to-alls; KV across groups, which takes longest to work out, may be hidden.
-        busy = sum(n * _busy(cost) for n, cost in zip(layers, costs[-1], strict=True))
-        if late(busy) or late(busy + sum(
-            n * sum(_all_to_all(cost, near).values()) for n, cost in zip(layers, costs[-1], strict=True)
-        )):  # fmt: skip
+        busy = sum(cost.workload.model.layers * _busy(cost) for cost in costs[-1])
+        if late(busy) or late(
+            busy + sum(cost.workload.model.layers * sum(_all_to_all(cost, near).values()) for cost in costs[-1])
+        ):
             return None
     load = np.zeros(len(wires.rate))
     path = compute = all_to_all = across = copies = 0.0
