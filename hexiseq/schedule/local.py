@@ -26,6 +26,7 @@ def integer_program() -> mip.Model:
     """An empty minimisation in nanoseconds that repeats bit for bit."""
     program = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
     program.verbose, program.threads, program.seed = 0, 1, 1
+    program.preprocess = program.cuts = 0  # cost more than they save on programs this small
     program.max_mip_gap, program.max_mip_gap_abs = 1e-6, 1.0
     return program
 
@@ -133,7 +134,6 @@ def _best_path(options: list[list[Range]], least: float, piece: float, total: in
     half a short one cost half of the excess, not nothing.
     """
     program = integer_program()
-    program.preprocess = 0  # costs more than it saves on programs this small
     excess = program.add_var(name="excess")
     arriving: dict[int, list[mip.Var]] = {}
     taken, pieces = [], []
