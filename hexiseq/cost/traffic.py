@@ -337,7 +337,9 @@ class Wires:
         nodes = np.take_along_axis(self.node[rows], order, axis=1)
         numbers = np.zeros_like(nodes)
         np.put_along_axis(numbers, order, np.cumsum(np.diff(nodes, axis=1, prepend=nodes[:, :1]) > 0, axis=1), axis=1)
-        found = [(seats.tobytes(), number.tobytes()) for seats, number in zip(self.seat[rows], numbers, strict=True)]
+        # How many of all ranks a node has decides what part of its NICs is theirs.
+        parts = zip(self.seat[rows], numbers, self.seats[self.node[rows]], strict=True)
+        found = [tuple(part.tobytes() for part in row) for row in parts]
         if self.link is None:
             return list(found)
         links = (self.link[np.ix_(here, here)].tobytes() for here in map(np.unique, self.node[rows]))

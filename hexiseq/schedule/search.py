@@ -40,6 +40,7 @@ NEARLY_FULL, MOST_RESCORED = 0.97, 24  # share of what a group can hold from whi
 MOST_ATTEMPTS = 12  # at shares that fit memory
 CAP_GRAINS = 256  # of what a rank can hold at the very most: how fine caps are
 GRACE_SECONDS = 4.0  # beyond the time limit, to find anything that fits
+MOST_EXACT = 400_000  # slots, times the square of classes, up to which the best are sought
 FAR = 0.02  # from the bound: a plan that is farther is worth a program over templates
 JUDGED, REFINED = 4, 2  # groupings laid out, and of these refined
 
@@ -560,7 +561,9 @@ class Search:
         if total < len(parts.grouping):
             return None
         slot = self.size(total)
-        sums = best_slots(parts.classes, parts.counts, total, slot)
+        # Of very many slots, which a user may want, one more or less does not matter.
+        few = total * len(parts.classes) ** 2 <= MOST_EXACT
+        sums = best_slots(parts.classes, parts.counts, total, slot) if few else None
         if sums is None:
             return self.round_slots(parts)
         left = [divmod(n, number) for n, number in zip(sums, parts.counts, strict=True)]

@@ -137,6 +137,7 @@ def best_slots(classes: Sequence[GroupClass], counts: Sequence[int], total: int,
     Exact: each is the time of some class with some number of slots. For every such time of attention the least linear
     time with which all slots find a place is sought by bisection, for all of them at once.
     """
+    assert total >= sum(counts), "fewer slots than groups"
     least = 2 if total >= 2 * sum(counts) else 1
     number = np.array(counts)
     times = [_slot_seconds(group, least, total, slot) for group in classes]

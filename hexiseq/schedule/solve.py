@@ -93,6 +93,9 @@ def solve(
     if manual is not None and exchange not in (None, manual.exchange):
         raise ValueError(f"strategy.exchange is {exchange}, the manual plan's exchange {manual.exchange}; "
                          "set strategy.exchange=auto, or change the plan")  # fmt: skip
+    if manual is not None and slot not in (None, manual.slot):
+        raise ValueError(f"strategy.slot is {slot}, the manual plan's slot {manual.slot}; set strategy.slot=null, or "
+                         "change the plan")  # fmt: skip
     if (not isinstance(time_limit_seconds, (int, float)) or isinstance(time_limit_seconds, bool)
             or not 0 < time_limit_seconds < math.inf):  # fmt: skip
         raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")

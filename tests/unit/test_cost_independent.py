@@ -17,7 +17,7 @@ from hexiseq.cluster import Cluster, Node, Seat
 from hexiseq.cost import predict
 from hexiseq.workload import ModelShape
 
-from .plans import draw_small, make_device, plan_over, workload_of
+from .plans import draw_small, group_tokens, make_device, plan_over, workload_of
 
 SEEDS = range(120)
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -366,6 +366,28 @@ def test_every_second_is_accounted_for(seed):
         for path in expected["slowest"]
     ]
     assert any(all(map(close, parts, candidate)) for candidate in candidates), (parts, candidates)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_replicas_alike_on_nodes_with_more_ranks_of_others_are_not_alike(order):
+    device = make_device("d", 1e-2, 1e-2, 1e-2)
+    nodes = (Node("a", (Seat(device),) * 4, 1.0, 1, 0.01, count=2), Node("b", (Seat(device),) * 4, 1.0, 1, 10.0))
+    cluster, n = Cluster("three", nodes), 400
+    model = ModelShape("small", 8, 8, 8, 4, 4, 16, 20)
+    # All of a-0 takes part, and one rank of a-1: the first two replicas have one rank on either, and one on b.
+    seats = [place for place in cluster.places if place.node_name != "a-1"]
+    seats.insert(4, next(place for place in cluster.places if place.node_name == "a-1"))
+    first, second = group_tokens(n, 200, [1, 1])
+    replicas = [
+        (1, [(1, [(0, first, 4)]), (1, [(5, second, 4)])]),
+        (1, [(1, [(4, first, 4)]), (1, [(6, second, 4)])]),
+        (1, [(1, [(1, first, 2), (2, 0, 1), (3, 0, 1)]), (1, [(7, second, 2), (8, 0, 2)])]),
+    ]
+    plan = plan_over(seats, [replicas[i] for i in order], model, n, 200)
+    work = workload_of(plan, model)
+    assert predict(plan, cluster, work).step_seconds == pytest.approx(
+        evaluate(plan, cluster, work)[0]["step"], rel=1e-9
+    )
 
 
 def test_the_plans_drawn_have_all_there_is():

@@ -175,6 +175,14 @@ def test_mistaken_exchanges_are_named():
         assert again.digest() == plan.digest()
     with pytest.raises(ValueError, match=r"strategy\.exchange is ring, the manual plan's exchange allgather"):
         solve(CPU_MIXED, small_job(), "manual", manual=plan, exchange="ring")
+    with pytest.raises(ValueError, match=rf"strategy\.slot is 2, the manual plan's slot {plan.slot}"):
+        solve(CPU_MIXED, small_job(), "manual", manual=plan, slot=2)
+
+
+def test_very_many_slots_are_shared_without_looking_for_the_best(monkeypatch):
+    monkeypatch.setattr("hexiseq.schedule.search.best_slots", None)  # not called
+    plan = solve(mixed(), job(seq_len=262144), slot=2, rivals=False)
+    assert sum(group.slots for group in plan.replicas[0].groups) == 131072
 
 
 SMALL_MEMORY = Cluster(
