@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -74,9 +75,20 @@ class Job:
             kinds.setdefault(self.wires.seat[ranks].tobytes(), []).append(ranks)
         return list(kinds.values())
 
-    def calls(self, tokens: float) -> float:
-        """Kernel calls over a group's tokens, each for so many foreign ones; half of all foreign slots are halves."""
-        return 1 + self.workload.seq_len / (2 * min(FUSED_TOKENS[0], tokens))
+    def calls(self, tokens: Any, own: Any = 0.0, outer: Any = None) -> Any:
+        """Kernel calls over a group's tokens, each for so many foreign ones; those with half of the queries are halves.
+
+        Args:
+            own: tokens of the group; next to none.
+            outer: tokens of groups further out; of a group in the middle.
+        """
+        n = self.workload.seq_len
+        outer = n / 2 if outer is None else outer
+        return 1 + (n - own + outer) / (2 * tokens)
+
+    def summed(self, outer: Any) -> Any:
+        """Tokens of a KV head, K and V apart, whose gradients a rank sums up, with so many in groups further out."""
+        return 2 * (self.workload.seq_len - outer / 2)
 
     def slower(self, groups: int) -> np.ndarray:
         """How much longer attention takes on each kind of device in so many groups, about alike, than in large tiles.
@@ -142,8 +154,9 @@ class Ring:
     tokens: np.ndarray
 
 
-def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tuple[float, float, float]:
-    """Seconds of all layers' KV of a sequence: of one forward pass, of backward, and of all passes on the busiest NIC.
+def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tuple[float, float, float, float]:
+    """Seconds of all layers' KV of a sequence: of one forward pass, of backward, and of all passes on the busiest NIC;
+    and of the last gradients, which nothing hides, for each token of a call.
 
     Args:
         port: bytes a second of each member inside its node.
@@ -151,7 +164,7 @@ def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tup
     """
     total = float(ring.tokens.sum())
     if len(ring.tokens) == 1:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     # From the group after it a group receives inner slots whole and outer ones as front halves.
     outer = np.cumsum(ring.tokens) - ring.tokens
     received = job.kv_bytes * (total - ring.tokens - outer / 2)
@@ -166,7 +179,18 @@ def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tup
     far_back = (1 + job.gradients) * far + (0.0 if one_node else np.bincount(ring.node, direct, len(nic)))
     forward = max(float((near / port).max()), float((far / nic).max()))
     backward = max(float((near_back / port).max()), float((far_back / nic).max()))
-    return forward, backward, float(((job.forwards * far + far_back) / nic).max())
+    # Of a last call's slots front halves go on to the group before, taken to be as near as the one after.
+    sent = job.kv_bytes * job.gradients * ring.heads / 2
+    last_near, last_far = np.where(crosses, 0.0, sent), np.bincount(ring.node, np.where(crosses, sent, 0.0), len(nic))
+    late = max(float((last_near / port).max()), float((last_far / nic).max()))
+    return forward, backward, float(((job.forwards * far + far_back) / nic).max()), late
+
+
+def call_tokens(tokens: float) -> list[float]:
+    """Tokens of a call that are worth a try where the smallest group has so many: wide ones merge less, narrow ones
+    leave fewer gradients to wait for."""
+    widest = min(FUSED_TOKENS[0], tokens)
+    return [widest / parts for parts in (1, 2, 4)]
 
 
 def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> float:
@@ -178,7 +202,8 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
     """
     model, ranks = job.workload.model, alike.ranks[0]
     n, total, layers = len(ranks), job.workload.seq_len, job.workload.model.layers
-    groups, devices, wires = n // width, job.device[ranks], job.wires.subset(ranks)
+    groups, wires = n // width, job.wires.subset(ranks)
+    devices = np.flatnonzero(np.bincount(job.device[ranks]))  # the kinds there are
     tokens, query, kv = total / groups, model.heads / width, max(model.kv_heads / width, 1.0)
     node, port, nic = wires.node, wires.port, wires.nic
     seats = np.bincount(node)
@@ -189,7 +214,7 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
     following = (home + 1) % groups
     partner = following * width + place if consecutive else place * groups + following
     ring = Ring(home, partner, node, np.full(n, kv), np.full(groups, tokens))
-    forward_kv, backward_kv, nic_seconds = ring_seconds(job, ring, port, nic)
+    forward_kv, backward_kv, nic_seconds, late = ring_seconds(job, ring, port, nic)
 
     all_to_all = 0.0
     if width > 1:
@@ -201,11 +226,19 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
         far = np.bincount(node, sent * (width - together) / width) / nic
         all_to_all = max(float(near.max()), float(far.max()))
         nic_seconds += float(far.max())
-    calls = job.calls(tokens) if groups > 1 else 1.0
     slower = job.slower(groups)
-    forward = max(tokens * query * float((slower * job.forward + calls * job.merge)[devices].max()), forward_kv)
-    backward = max(tokens * query * float((slower * job.backward + calls * job.merge)[devices].max()), backward_kv)
-    path = total / n * float(job.linear[devices].max()) + all_to_all + job.forwards * forward + backward
+
+    def attention(call: float) -> float:
+        """Seconds of all passes with so many tokens in a call."""
+        calls = job.calls(call) if groups > 1 else 1.0
+        forward = tokens * query * float((slower * job.forward + calls * job.merge)[devices].max())
+        backward = tokens * query * (slower * job.backward + calls * job.merge)
+        backward = float((backward + (kv * job.summed(total / 2) * job.merge if groups > 1 else 0.0))[devices].max())
+        backward += call * late
+        return job.forwards * max(forward, forward_kv) + max(backward, backward_kv)
+
+    attending = min(map(attention, call_tokens(tokens) if groups > 1 else [tokens]))
+    path = total / n * float(job.linear[devices].max()) + all_to_all + attending
     return alike.sequences * max(path, nic_seconds, total / n * float(job.copies[devices].max()))
 
 

@@ -24,7 +24,7 @@ from hexiseq.schedule.shares import rank_totals, round_slots
 MOST_RANKS = 16  # of a replica that is polished
 MOST_JUDGED = 1200  # changes, divided by ranks
 MOST_TOTALS = 12  # other numbers of slots
-FUSIONS = (1, 2, 4, 8, 16, MOST_FUSED)  # slots of a call; and one more than now
+FUSIONS = (1, 2, 4, 8, 16, 32, MOST_FUSED)  # slots of a call; and one more than now
 MOST_ORDERED = 4  # groups that are tried in every order; of more, neighbours change places
 
 

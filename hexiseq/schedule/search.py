@@ -21,16 +21,18 @@ import numpy as np
 from hexiseq import cost
 from hexiseq.cost import Counts, Kind, Layout
 from hexiseq.plan import fits_slots, short_tokens
-from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, kind_of, ring_seconds
+from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, call_tokens, kind_of, ring_seconds
 from hexiseq.schedule.even import even_totals, exchanges, lay_out, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
 from hexiseq.schedule.shares import GroupClass, Shares, best_slots, rank_totals, round_slots, share
 from hexiseq.schedule.templates import Kinds, template_groupings
 
-MOST_FUSED = 32  # slots of one call
+MOST_FUSED = 64  # slots of one call
 MOST_SLOTS, SLOTS_PER_GROUP = 64, 16  # slots at most: of a ring of few groups, and on average of one of many
-SMALL_SLOT = 1024  # tokens; shorter ones are not sought for long sequences
+# Of more slots than that none is shorter, in tokens; and forward attention of a layer takes longer on each than a host
+# may take to post its transfers.
+SMALL_SLOT, POSTING_SECONDS = 512, 200e-6
 FEW_RANKS = 6  # so few that coarse slots are tried, too
 # Coarse slots of a group on average; numbers of them tried, and by how much their slowest group is late.
 COARSE_SLOTS, MOST_COARSE, MOST_UNEVEN = 6, 12, 0.25
@@ -78,14 +80,16 @@ class Search:
         self.linear = sequences * job.linear[device]
         self.forward, self.backward = sequences * job.forward[device], sequences * job.backward[device]
         self.merge, self.launch = sequences * job.merge[device], job.launch[device]
-        merging = (job.forwards + 1) * job.calls(FUSED_TOKENS[0]) * self.merge
-        self.attention = job.forwards * self.forward + self.backward + merging
+        # Seconds of forward attention of a layer, if all ranks had a part by speed.
+        model = self.workload.model
+        self.layer_forward = self.workload.seq_len * model.heads / model.layers / float((1 / self.forward).sum())
         self.copying = float((job.copies / job.linear)[device].max())  # seconds, for one of a rank's tokens
         self.capacity = job.capacity[ranks] / sequences
         wires = job.wires.subset(ranks)
         self.port, self.node, self.nic = wires.port, wires.node, wires.nic
         self.exchange = Exchange(job, ranks)
         self._slower: dict[int, np.ndarray] = {}
+        self._attention: dict[int, np.ndarray] = {}
         self._seen: dict[tuple, tuple[float, Grouping]] = {}
         self._weighed: tuple[Layout, float] | None = None  # the layout last asked for, which is often asked for again
         self.best: Layout | None = None
@@ -100,10 +104,12 @@ class Search:
         return self._slower[groups]
 
     def attention_in(self, groups: int) -> np.ndarray:
-        """`attention` of each rank in so many groups."""
-        if not self.job.curved:
-            return self.attention
-        return self.attention + (self.slower(groups) - 1) * (self.job.forwards * self.forward + self.backward)
+        """Seconds of a micro-step on each rank, per token of one of so many groups and head."""
+        if groups not in self._attention:
+            merging = (self.job.forwards + 1) * self.job.calls(self.workload.seq_len / groups) * self.merge
+            passes = self.job.forwards * self.forward + self.backward
+            self._attention[groups] = self.slower(groups) * passes + (merging if groups > 1 else 0.0)
+        return self._attention[groups]
 
     def kind(self, layout: Layout) -> Kind:
         """These replicas, laid out so."""
@@ -279,24 +285,35 @@ class Search:
         """The estimate with these shares, of which the last group finishes so much later for whole slots."""
         # One group of each class: work of its members, and its all-to-all.
         members = [rank for ranks in parts.members for rank in ranks]
-        work = np.repeat(shares.tokens, list(map(len, parts.members)))
-        work *= np.array([heads for group in parts.classes for heads in group.heads])
-        slower = self.slower(len(parts.grouping))[members]
-        merge = self.job.calls(float(shares.tokens.min())) * self.merge[members]
-        forward = float((work * (slower * self.forward[members] + merge)).max())
-        backward = float((work * (slower * self.backward[members] + merge)).max())
+        sizes = list(map(len, parts.members))
+        work = np.repeat(shares.tokens, sizes) * np.array([h for group in parts.classes for h in group.heads])
         all_to_all, heads = 0.0, []
         for tokens, group, ranks in zip(shares.tokens.tolist(), parts.classes, parts.members, strict=True):
             seconds, kv = self.exchange.of(ranks, group.heads)
             all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
             heads.append(kv)
         ring, order = self.ring(parts.grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
-        kv_forward, kv_backward, nic = (
+        kv_forward, kv_backward, nic, late = (
             self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[order], self.nic)
         )
-        forward, backward = max(rounding * forward, kv_forward), max(rounding * backward, kv_backward)
+        slower, merge = self.slower(len(parts.grouping))[members], self.merge[members]
+        forward, backward = work * slower * self.forward[members], work * slower * self.backward[members]
+        # The outermost and the innermost group of each class: one sums up gradients of more KV, one has more calls.
+        before = np.cumsum(ring.tokens) - ring.tokens
+        outer = np.empty((2, len(sizes)))
+        outer[0, parts.index[::-1]], outer[1, parts.index] = before[::-1], before
+        own, outer = np.repeat(shares.tokens, sizes), np.repeat(outer, sizes, axis=1)
+        if len(parts.grouping) > 1:
+            backward = backward + np.concatenate(heads) * self.job.summed(outer) * merge
+
+        def attention(call: float) -> float:
+            """Seconds of all passes with so many tokens in a call."""
+            merging = work * self.job.calls(call, own, outer) * merge
+            there, again = (rounding * float((seconds + merging).max()) for seconds in (forward, backward))
+            return self.job.forwards * max(there, kv_forward) + max(again + call * late, kv_backward)
+
         linear = rounding * shares.linear_seconds
-        path = linear + all_to_all + self.job.forwards * forward + backward
+        path = linear + all_to_all + min(map(attention, call_tokens(float(shares.tokens.min()))))
         return max(path, nic, self.copying * linear)
 
     def ring(self, grouping: Grouping, tokens: np.ndarray, heads: list[np.ndarray]) -> tuple[Ring, np.ndarray]:
@@ -472,6 +489,7 @@ class Search:
                 classes.append(GroupClass(
                     cut,
                     float(max(h * attention[r] for h, r in zip(cut, members, strict=True))),
+                    self.merging(members, cut) if len(grouping) > 1 else 0.0,
                     tuple(self.linear[members].tolist()),
                     tuple(np.floor(caps[members]).tolist()),
                 ))  # fmt: skip
@@ -481,6 +499,11 @@ class Search:
             return None
         return Parts(grouping, classes, counts.tolist(), index, members_of)
 
+    def merging(self, members: list[int], heads: tuple[int, ...]) -> float:
+        """Seconds of a micro-step in which the slowest member of a group in the middle sums up gradients of KV."""
+        _, kv = self.exchange.of(members, heads)
+        return float((kv * self.merge[members]).max()) * self.job.summed(self.workload.seq_len / 2)
+
     @functools.cached_property
     def _kinds_at_most(self) -> list[int]:
         """A number for each kind of rank, when it may hold what it can at the very most."""
@@ -488,7 +511,7 @@ class Search:
 
     def cut_heads(self, members: list[int], tokens: float, head_caps: np.ndarray | None) -> tuple[int, ...] | None:
         """Heads of each member, for a group of about so many tokens."""
-        model, calls = self.workload.model, 2 * self.job.calls(FUSED_TOKENS[0]) - 1
+        model, calls = self.workload.model, 1 + self.workload.seq_len / FUSED_TOKENS[0]
         if self.even_heads:
             return (model.heads // len(members),) * len(members)
         groups = round(self.workload.seq_len / tokens)
@@ -512,7 +535,8 @@ class Search:
         elif groups == 1:
             return [(1.0, next(even_totals(n, 1)))]
         else:
-            most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, n // SMALL_SLOT), n // 2)
+            hidden = min(n // SMALL_SLOT, int(self.layer_forward / POSTING_SECONDS))
+            most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, hidden), n // 2)
             totals = slot_totals(n, 2 * groups if n >= 4 * groups else groups, most)
         ranked = rank_totals(shares.tolist(), parts.counts, totals, np.where(totals >= 2 * groups, 2, 1))
         caps = np.array([sum(c.caps) for c in parts.classes])

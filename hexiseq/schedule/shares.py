@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST_PIECES = 100  # of how many tokens groups take by a time
+TIMES, ROUNDS = 33, 8  # linear times compared at once, and how often, each time between the neighbours of the best
+
 
 @dataclass(frozen=True)
 class GroupClass:
@@ -19,12 +22,14 @@ class GroupClass:
     Attributes:
         heads: query heads of each member.
         attention: seconds of a micro-step per token of the group, of its slowest member.
+        merging: seconds of a micro-step that attention takes besides, however many tokens the group has.
         linear: of each member, seconds of a micro-step per token it holds.
         caps: the most tokens each member can hold.
     """
 
     heads: tuple[int, ...]
     attention: float
+    merging: float
     linear: tuple[float, ...]
     caps: tuple[float, ...]
 
@@ -40,39 +45,72 @@ class Shares:
 def share(classes: Sequence[GroupClass], counts: Sequence[int], total: int) -> Shares | None:
     """Fractional tokens for the least (slowest attention + slowest linear); None when they do not fit.
 
-    With ``ratio`` = attention time / linear time the sum is linear between the ratios at which some group is
-    balanced in itself, so the optimum is at one of them.
+    For a linear time the least attention time grows by pieces, between which some group is balanced in itself: takes as
+    long over all it can hold as attention may. So without caps the optimum is where one of them is.
 
     Args:
         counts: groups of each class.
     """
     number = np.array(counts, float)
-    rates = np.array([c.attention for c in classes])
-    speeds = np.array([sum(1 / s for s in c.linear) for c in classes])
+    rates, merging = (np.array([getattr(c, name) for c in classes]) for name in ("attention", "merging"))
     seconds, caps, home = _members(classes)
-
-    def held(linear: float, ratio: float) -> np.ndarray:
-        """Tokens a group of each class takes in so many linear seconds."""
-        capacity = np.bincount(home, np.minimum(caps, linear / seconds), minlength=len(classes))
-        return np.minimum(capacity, ratio * linear / rates)
-
+    speeds = np.bincount(home, 1 / seconds)
     best: tuple[float, Shares] | None = None
-    for ratio in sorted({round(float(value), 15) for value in rates * speeds}):
-        high = total / float((number * np.minimum(ratio / rates, speeds)).sum())
-        if (number * held(high, ratio)).sum() < total * (1 - 1e-12):  # a cap binds: the level is higher, by bisection
-            low = high
-            while (number * held(high, ratio)).sum() < total:
-                high *= 2
-                if high > 1e12:
-                    return None
-            for _ in range(50):
-                middle = (low + high) / 2
-                low, high = (low, middle) if (number * held(middle, ratio)).sum() >= total else (middle, high)
-        tokens = held(high, ratio)
-        time = high + float((tokens * rates).max())
+    for ratio, first in sorted(set(zip((rates * speeds).round(15).tolist(), merging.round(15).tolist(), strict=True))):
+        # Newton's method from below, for a sum of pieces that grow ever slower.
+        linear = total / float(number @ speeds)
+        for _ in range(MOST_PIECES):
+            within, most = (ratio * linear + first - merging) / rates, linear * speeds
+            tokens = np.maximum(0.0, np.minimum(within, most))
+            lacking = total - float(number @ tokens)
+            if lacking <= 1e-12 * total:
+                break
+            linear += lacking / float(number @ np.where(within < most, ratio / rates, speeds))
+        time = linear + float((tokens * rates + merging).max())
         if best is None or time < best[0] * (1 - 1e-12):
-            best = time, Shares(np.maximum(tokens, 1e-9), high)
-    return best[1] if best else None
+            best = time, Shares(np.maximum(tokens, 1e-9), linear)
+    assert best is not None
+    shares = best[1]
+    if (shares.linear_seconds <= caps * seconds).all() and (shares.tokens * rates > merging).all():
+        return shares
+    return _within_limits(total, number, rates, merging, seconds, caps, home)
+
+
+def _within_limits(
+    total: int, number: np.ndarray, rates: np.ndarray, merging: np.ndarray, seconds: np.ndarray, caps: np.ndarray,
+    home: np.ndarray,
+) -> Shares | None:  # fmt: skip
+    """The same where some member is full before the others are done, or summing up gradients is most of some group's
+    work. The sum is convex in the linear time, which is sought between ever nearer times."""
+    if number @ np.bincount(home, caps) < total * (1 - 1e-12):
+        return None
+    member = np.eye(len(number))[home]
+
+    def shared(linear: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Attention times, infinite where the tokens do not fit, and tokens by class, for some linear times."""
+        most = np.minimum(caps, linear[:, None] / seconds) @ member
+        # All classes' tokens at the attention times at which one of them is full: [times, classes, classes].
+        full = np.append(most * rates + merging, np.full((len(linear), 1), merging.max()), axis=1)
+        full = np.sort(np.maximum(full, merging.max()), axis=1)
+        held = np.minimum(most[:, None], (full[:, :, None] - merging) / rates) @ number
+        place = (held < total * (1 - 1e-12)).sum(1)
+        fits, row = place < held.shape[1], np.arange(len(linear))
+        last = np.minimum(place, held.shape[1] - 1)
+        before = np.maximum(last - 1, 0)
+        gained = held[row, last] - held[row, before]
+        part = np.where(gained > 0, (total - held[row, before]) / np.where(gained > 0, gained, 1.0), 1.0)
+        attention = full[row, before] + np.clip(part, 0.0, 1.0) * (full[row, last] - full[row, before])
+        return np.where(fits, attention, np.inf), np.minimum(most, (attention[:, None] - merging) / rates)
+
+    low, high = 0.0, float((caps * seconds).max())
+    for _ in range(ROUNDS):
+        times = np.linspace(low, high, TIMES)
+        attention, tokens = shared(times)
+        best = int((times + attention).argmin())
+        low, high = times[max(best - 1, 0)], times[min(best + 1, TIMES - 1)]
+    # Where summing up gradients takes longest of all, there is room for more tokens than there are.
+    found = tokens[best] * min(1.0, total / float(number @ tokens[best]))
+    return Shares(np.maximum(found, 1e-9), float(times[best]))
 
 
 def _members(classes: Sequence[GroupClass]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -183,4 +221,4 @@ def _slot_seconds(group: GroupClass, least: int, most: int, slot: int) -> tuple[
     # Members fill up one after the other.
     full = np.append(0.0, np.sort(caps * seconds))
     tokens = np.minimum(caps, full[:, None] / seconds).sum(1)
-    return group.attention * slot * slots, np.interp(slot * slots, tokens, full)
+    return group.attention * slot * slots + group.merging, np.interp(slot * slots, tokens, full)

@@ -109,7 +109,7 @@ def template_groupings(
     ideal = tokens * heads / float((counts / kinds.attention).sum()) / _spread(tokens, kinds)
     width = min(widest, tokens // 2)
     while width >= tokens / counts.sum() / 2:
-        everything = _templates(kinds, heads, kv_heads, exchanged, 1 + tokens / (2 * width))
+        everything = _templates(kinds, heads, kv_heads, exchanged, 1 + 0.75 * tokens / width)
         for ratio in (part * ideal for part in RATIOS):
             level, best = below / (1 + ratio), None
             templates = _worthwhile(everything, kinds, level, ratio, width)

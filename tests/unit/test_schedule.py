@@ -6,6 +6,7 @@ import math
 import random
 import time
 
+import mip
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from hexiseq.schedule.drafts import Draft, written
 from hexiseq.schedule.estimate import Alike, Job, kind_of
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.groups import Nodes
-from hexiseq.schedule.local import PIECE, cut_heads, share_tokens
+from hexiseq.schedule.local import PIECE, cut_heads, integer_program, share_tokens, solved
 from hexiseq.schedule.search import Options, Search
 from hexiseq.schedule.shares import GroupClass, best_slots, share
 from hexiseq.workload import ModelShape, Workload
@@ -434,6 +435,38 @@ def test_heads_are_cut_as_well_as_by_the_dynamic_program(seed):
     assert value == pytest.approx(best_cut(times, pieces, piece), rel=1e-5)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000))
+def test_shares_are_those_of_a_linear_program(seed):
+    rng = random.Random(seed)
+    numbers = [rng.choice((1, 2, 3)) for _ in range(rng.choice((1, 2, 3, 5)))]
+    classes = [
+        GroupClass((1,) * width, rng.uniform(0.5, 4), rng.choice((0.0, rng.uniform(0, 30))),
+                   tuple(rng.uniform(0.5, 4) for _ in range(width)),
+                   tuple(float(rng.choice((30, 60, 500))) for _ in range(width)))
+        for width in (rng.choice((1, 2, 4)) for _ in numbers)
+    ]  # fmt: skip
+    total = rng.choice((60, 120, 300))
+    program = integer_program()
+    attention, linear = program.add_var(), program.add_var()
+    held = []
+    for number, group in zip(numbers, classes, strict=True):
+        tokens = [program.add_var(ub=cap) for cap in group.caps]
+        for x, seconds in zip(tokens, group.linear, strict=True):
+            program.add_constr(seconds * x <= linear)
+        program.add_constr(group.attention * mip.xsum(tokens) + group.merging <= attention)
+        held.append(number * mip.xsum(tokens))
+    program.add_constr(mip.xsum(held) == total)
+    program.objective = mip.minimize(attention + linear)
+    found = share(classes, numbers, total)
+    if not solved(program):
+        assert found is None
+        return
+    assert np.array(numbers) @ found.tokens == pytest.approx(total)
+    slowest = max(group.attention * n + group.merging for group, n in zip(classes, found.tokens, strict=True))
+    assert found.linear_seconds + slowest == pytest.approx(program.objective_value, rel=1e-6)
+
+
 def test_equal_members_and_even_cuts_need_no_solver(monkeypatch):
     monkeypatch.setattr("hexiseq.schedule.local.integer_program", None)
     assert cut_heads(32, 8, (1.0,) * 4, (0.1,) * 4, (32,) * 4) == (8,) * 4
@@ -449,8 +482,9 @@ def test_slots_are_the_best_there_are_and_shares_respect_caps(seed):
     rates = np.array([rng.uniform(0.5, 4) for _ in widths])
     linear = [np.array([rng.uniform(0.5, 4) for _ in range(width)]) for width in widths]
     caps = [np.array([float(rng.choice((30, 60, 500))) for _ in range(width)]) for width in widths]
-    classes = [GroupClass((9,) * width, float(rate), tuple(lin.tolist()), tuple(cap.tolist()))
-               for width, rate, lin, cap in zip(widths, rates, linear, caps, strict=True)]  # fmt: skip
+    merging = np.array([rng.uniform(0, 100) for _ in widths])
+    classes = [GroupClass((9,) * width, float(rate), float(least), tuple(lin.tolist()), tuple(cap.tolist()))
+               for width, rate, least, lin, cap in zip(widths, rates, merging, linear, caps, strict=True)]  # fmt: skip
     slot, total = 10, rng.choice((12, 20))
     least = 2 if total >= 2 * sum(numbers) else 1
 
@@ -463,7 +497,7 @@ def test_slots_are_the_best_there_are_and_shares_respect_caps(seed):
             if held is None:
                 return np.inf
             slowest.append(max(np.array(held) / 100 * lin))
-        return max(slowest) + max(np.array(counts) * slot * rates)
+        return max(slowest) + max(np.array(counts) * slot * rates + merging)
 
     few = [range(least * number, total + 1) for number in numbers]
     options = [(a, b, total - a - b) for a in few[0] for b in few[1] if total - a - b in few[2]]
@@ -475,8 +509,10 @@ def test_slots_are_the_best_there_are_and_shares_respect_caps(seed):
     assert sum(found) == total
     assert all(n >= least * number for n, number in zip(found, numbers, strict=True))
     assert finish(found) == pytest.approx(best, rel=1e-3)
-    shares = share(classes, numbers, total * slot).tokens
+    fractions = share(classes, numbers, total * slot)
+    shares = fractions.tokens
     assert numbers @ shares == pytest.approx(total * slot)
+    assert fractions.linear_seconds + max(shares * rates + merging) <= best * (1 + 1e-3)
     assert all(tokens <= cap.sum() * (1 + 1e-9) for tokens, cap in zip(shares, caps, strict=True))
 
 
@@ -484,7 +520,7 @@ def test_slots_are_the_best_there_are_and_shares_respect_caps(seed):
 def test_heads_follow_attention_speed(rates, expected):
     job = Job(CPU_MIXED, CPU_MIXED.places, small_job())
     search = Search(job, Alike(np.arange(3)[None], 1), Options(None, None, math.inf))
-    search.attention = np.array(rates)
+    search.attention_in = lambda groups: np.array(rates)
     search.launch = np.zeros(3)
     found = search.cut_heads([0, 1, 2], 1000.0, np.full(3, 9))
     assert max(np.array(found) * rates) == max(np.array(expected) * rates)
