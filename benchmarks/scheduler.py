@@ -2,6 +2,7 @@
 
     python -m benchmarks.scheduler                       # a table; --json PATH writes each run
     python -m benchmarks.scheduler --gpus 128 1024 --runs 9
+    python -m benchmarks.scheduler --paper               # how near the best the paper's large simulations are planned
 
 Clusters are nodes of eight GPUs, a quarter of them each of H100, A100, A800 and L40S (of two types below 32 GPUs). A
 call begins with the cluster as it was read and ends with the plan, rivals included; what it could keep from the call
@@ -10,12 +11,14 @@ loads the solver, does not count.
 
 Columns say how near the best a plan is: ``gap`` to the bound that no plan beats, and ``rounding`` to the best of all
 groupings with tokens, heads and slots in fractions. For that both are estimated alike, as the search estimates;
-``beyond`` is what the cost model adds to the plan's own estimate.
+``beyond`` is what the cost model adds to the plan's own estimate. Fractions know no memory: ``fullest`` says how full
+the fullest device is, of what it may be.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -31,8 +34,9 @@ import numpy as np
 import yaml
 from typing_extensions import override
 
+from benchmarks.paper_settings import MODES, Row, all_rows, main_nics
 from hexiseq.cluster import Cluster, Node, Seat, device_from_config
-from hexiseq.cost import Layout, exposed_seconds, optimizer_seconds, replica_kinds
+from hexiseq.cost import Layout, OutOfMemory, exposed_seconds, optimizer_seconds, replica_kinds
 from hexiseq.plan import Plan, align
 from hexiseq.schedule import solve
 from hexiseq.schedule.estimate import Alike, Job
@@ -40,10 +44,13 @@ from hexiseq.schedule.local import cut_heads, share_tokens
 from hexiseq.schedule.search import Options, Parts, Search, slot_totals
 from hexiseq.schedule.shares import GroupClass, Shares
 from hexiseq.workload import ModelShape, Workload
+from recipes.compose import composed
+from recipes.job import workload_of as workload_of_job
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 INTRA_GB_PER_S = {"h100_sxm": 450.0, "a100_80": 300.0, "a800": 200.0, "l40s": 31.0}
 NIC_GB_PER_S = 25.0
+PAPER_TOKENS = 262_144  # of the shortest sequences of the paper's that are looked at
 # GPUs, model, tokens of a sequence, sequences of a step.
 ROWS = (
     (8, "llama_7b", 65536, 1),
@@ -111,7 +118,7 @@ def own_seconds(search: Search, layout: Layout) -> float:
     begins, members = layout.begins.tolist(), layout.ranks.tolist()
     grouping = [members[a:b] for a, b in itertools.pairwise(begins)]
     heads = [tuple(layout.heads[a:b].astype(int).tolist()) for a, b in itertools.pairwise(begins)]
-    classes = [GroupClass(cut, 0.0, (), ()) for cut in heads]
+    classes = [GroupClass(cut, 0.0, 0.0, (), ()) for cut in heads]
     linear = float((layout.tokens * search.linear[layout.ranks]).max())
     index = list(range(len(grouping)))
     return search.estimated(Parts(grouping, classes, [1] * len(index), index, grouping),
@@ -141,6 +148,41 @@ def rounding(plan: Plan, cluster: Cluster, workload: Workload) -> tuple[float, f
     alone = exposed_seconds(workload, job.wires) + optimizer_seconds(workload, job.wires)
     fractional, own = (workload.accumulation * seconds + alone for seconds in (fractional, own))
     return own / fractional - 1, plan.predicted.step_seconds / own - 1
+
+
+def paper_rows() -> list[Row]:
+    """The paper's simulations of 64 and 128 GPUs with sequences of 256k tokens and more."""
+    return [row for row in all_rows() if row.cluster in ("paper_sim_64", "paper_sim_128") and row.sequences == 1
+            and row.seq_len >= PAPER_TOKENS and row.nics == main_nics(row.cluster)]  # fmt: skip
+
+
+def best_of_modes(row: Row, time_limit_seconds: float) -> tuple[Plan, Cluster, Workload]:
+    """The fastest plan of all the modes that the paper suite has."""
+    found = []
+    for mode in MODES.values():
+        config = composed(["recipe=plan", *row.overrides])
+        config["strategy"] |= mode
+        cluster = Cluster.from_config(config["cluster"])
+        workload = workload_of_job(config, cluster)
+        with contextlib.suppress(OutOfMemory):
+            found.append((solve(cluster, workload, rivals=False, time_limit_seconds=time_limit_seconds), workload))
+    plan, workload = min(found, key=lambda item: item[0].predicted.step_seconds if item[0].predicted else math.inf)
+    return plan, cluster, workload
+
+
+def print_paper(time_limit_seconds: float) -> None:
+    cells = []
+    for row in paper_rows():
+        plan, cluster, workload = best_of_modes(row, time_limit_seconds)
+        lost, beyond = rounding(plan, cluster, workload)
+        assert plan.predicted is not None
+        fullest = max(a / b for a, b in zip(plan.predicted.memory_gb, plan.predicted.memory_limit_gb, strict=True))
+        mode = workload.recompute + (", kept" if workload.keep_parameters else "")
+        cells.append([row.cluster, row.model, f"{row.seq_len:,}", mode, f"{plan.predicted.step_seconds:.4g} s",
+                      str(len(plan.excluded)), f"{plan.gap:.1%}", f"{lost:.2%}", f"{beyond:.1%}",
+                      f"{fullest:.1%}"])  # fmt: skip
+    header = ["cluster", "model", "tokens", "recompute", "step", "left out", "gap", "rounding", "beyond", "fullest"]
+    print("\n".join(align(header, cells)))
 
 
 def measure(row: tuple[int, str, int, int], options: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=5, help="calls of each row (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=60.0, help="processor seconds of a call (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers there")
+    parser.add_argument("--paper", action="store_true", help="no times, but the paper's simulations")
     options = parser.parse_args(arguments)
+    if options.paper:
+        print_paper(options.time_limit)
+        return
     rows = [row for row in ROWS if not options.gpus or row[0] in options.gpus]
     if not rows or options.runs < 1 or options.nics < 1:
         parser.error(f"no row has so many GPUs: {options.gpus}; there are {sorted({row[0] for row in ROWS})}"

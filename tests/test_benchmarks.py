@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import attention, memory, peers
+from benchmarks import attention, memory, peers, posting, scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks are pinned to two cores")
@@ -143,6 +143,34 @@ def test_live_storages_against_the_cost_model(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit, match="2"):
         memory.parse(["--seq", "288"])
     assert "none of the model's own sizes, [96, 288, 320, 768], got 288" in capsys.readouterr().err
+
+
+def test_a_plan_is_timed_and_held_against_fractions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        scheduler.main(["--gpus", "16", "--runs", "1", "--json", str(tmp_path / "out.json")])
+    finally:
+        os.sched_setaffinity(0, cores)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["gain"] > 1
+    assert -0.01 < row["rounding"] < 0.02  # both sides are estimates
+    assert abs(row["beyond_estimate"]) < 0.02
+    assert "16" in capsys.readouterr().out
+    assert {(row.cluster, row.model) for row in scheduler.paper_rows()} == {
+        (cluster, model) for cluster in ("paper_sim_64", "paper_sim_128") for model in ("llama_13b", "llama3_70b")
+    }
+
+
+@pytest.mark.slow
+def test_posting_is_timed_on_both_ends_of_the_ring(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = ["+cluster=paper_testbed_16", "model=llama_7b", "data.seq_len=65536", "strategy.exchange=ring"]
+    posting.main([*setting, "strategy=ring"])
+    header, first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "forward, us a tick" in header
+    ticks = {line.split()[2] for line in (first, second)}
+    assert ticks == {"16"}
+    with pytest.raises(SystemExit, match="the plan has no ring"):
+        posting.main([*setting, "strategy=ulysses"])
 
 
 def test_wrong_options_end_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
