@@ -6,6 +6,7 @@ Without a run folder it is the quick measurement of `recipes.job.detect`: a requ
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -157,7 +158,7 @@ def run(job: Job) -> None:
     import torch.distributed as dist
 
     from hexiseq import doctor
-    from hexiseq.profile import cache, describe, measure_links, measure_rates, set_up
+    from hexiseq.profile import cache, describe, measure_links, measured, set_up, time_calls
 
     rank, ranks, recipe = launch.rank(), launch.world_size(), job.config["recipe"]
     free_cores = sorted(os.sched_getaffinity(0))
@@ -185,8 +186,9 @@ def run(job: Job) -> None:
     sharers = 1 if job.on_gpus else hosts.count(socket.gethostname())
     kernel = "auto" if job.on_gpus or given is None else job.devices[rank].kernel
     bench = _together(meeting, "setting up", lambda: set_up(shape, device, dtype, kernel, sharers))
-    entry: dict[str, Any] = measure_rates(bench, recipe["seconds"], job.quotas[rank] if job.quotas else None)
-    del bench
+    # Devices before links and after them: a machine that is slow for some seconds is not slow in all.
+    time_half = functools.partial(time_calls, bench, recipe["seconds"] / 2, job.quotas[rank] if job.quotas else None)
+    rounds = [time_half()]
     meeting.gather("measuring devices", None)
 
     # A wait for a rank that hangs must end by itself.
@@ -194,9 +196,13 @@ def run(job: Job) -> None:
     nodes = [report.node for report in reports]
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if job.on_gpus else "gloo", timeout=timeout)
-        entry |= measure_links(nodes, device, recipe["link_seconds"], timeout)
+        links = measure_links(nodes, device, recipe["link_seconds"], timeout)
     except RuntimeError as error:
         raise meeting.blame("measuring links", error) from error
+    rounds.append(time_half())
+    entry: dict[str, Any] = measured(bench, rounds) | links
+    del bench, time_half
+    meeting.gather("measuring devices again", None)
     vendor = "cpu" if not job.on_gpus else "amd" if torch.version.hip else "nvidia"
     entry |= {
         "node": nodes[rank],

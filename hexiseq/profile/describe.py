@@ -51,7 +51,7 @@ def describe(
 
     Args:
         name: of the cluster.
-        ranks: by rank, what `measure_rates` and `measure_links` returned, and ``node``, ``host``, ``device`` (what the
+        ranks: by rank, what `measured` and `measure_links` returned, and ``node``, ``host``, ``device`` (what the
             driver calls it, `doctor.driver_name`), ``dtypes``, ``vendor``, and ``cores`` it is pinned to.
         catalogue: known device types, found by the driver's names.
         given: the cluster the ranks were started as, whose places are theirs, rank by rank; or, of GPUs, whose device

@@ -8,6 +8,7 @@ share a core, and programs that are no part of the job would show in all of them
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -33,7 +34,9 @@ TILES = {"cpu": (64, 256, 512, 1024, 2048), "cuda": (256, 1024, 2048, 4096, 8192
 MOST_ROWS = {"cpu": 512, "cuda": 4096}
 MOST_FLOPS = {"cpu": 7e8, "cuda": 4e13}
 COPIED_BYTES = {"cpu": 32_000_000, "cuda": 512_000_000}
-QUANTILE = 0.1  # of the samples: others on the machine only ever make a call longer
+# Of the samples: others on the machine only ever make a call longer. But a GPU's clock, or memory that is shared,
+# may be faster for a moment.
+LOW, LEAST = 0.1, 0.0
 
 
 @dataclass(frozen=True)
@@ -125,23 +128,32 @@ def set_up(shape: ModelShape, device: torch.device, dtype: str, kernel: str, sha
     return Bench(device, loaded.name, calls, repeats, memory_gb, free_gb)
 
 
-def measure_rates(bench: Bench, seconds: float, quota: float | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Round:
+    """What one rank saw in a part of the time.
+
+    Attributes:
+        samples: seconds of each call of a `Bench`.
+        usage: None on a GPU.
+    """
+
+    samples: list[list[float]]
+    usage: Usage | None
+
+
+def time_calls(bench: Bench, seconds: float, quota: float | None = None) -> Round:
     """Time all calls round and round for about `seconds`. To be called on all ranks at one time.
 
     Args:
         quota: share of a core a CPU rank is allowed.
-
-    Returns:
-        ``kernel``; ``calls``: of `Call`; ``usage``: of `Usage`, None on a GPU; ``memory_gb`` and ``free_gb``;
-        ``host_memory_gb``, None on a CPU.
     """
     clock = _clock(bench.device)
-    found: list[list[float]] = [[] for _ in bench.calls]
+    samples: list[list[float]] = [[] for _ in bench.calls]
     cores = tuple(sorted(os.sched_getaffinity(0)))
     start, busy, others = time.perf_counter(), time.process_time(), _busy_seconds(cores)
 
     def late() -> bool:
-        return min(map(len, found)) >= LEAST_SAMPLES and time.perf_counter() - start > seconds
+        return min(map(len, samples)) >= LEAST_SAMPLES and time.perf_counter() - start > seconds
 
     for i, (_, run) in itertools.cycle(enumerate(bench.calls)):
         if late():
@@ -149,7 +161,7 @@ def measure_rates(bench: Bench, seconds: float, quota: float | None = None) -> d
         before = clock()
         for _ in range(bench.repeats[i]):
             run()
-        found[i].append((clock() - before) / bench.repeats[i])
+        samples[i].append((clock() - before) / bench.repeats[i])
     usage = None
     if bench.device.type == "cpu":
         others_now = _busy_seconds(cores)
@@ -161,23 +173,40 @@ def measure_rates(bench: Bench, seconds: float, quota: float | None = None) -> d
             cores_busy=None if others_now is None or others is None else others_now - others,
             quota=quota,
         )
-    timed = [
-        replace(call, seconds=low_quantile(samples), samples=len(samples))
-        for (call, _), samples in zip(bench.calls, found, strict=True)
-    ]
+    return Round(samples, usage)
+
+
+def measured(bench: Bench, rounds: Sequence[Round]) -> dict[str, Any]:
+    """What the rounds say together.
+
+    Returns:
+        ``kernel``; ``calls``: of `Call`; ``usage``: of `Usage`, None on a GPU; ``memory_gb`` and ``free_gb``;
+        ``host_memory_gb``, None on a CPU.
+    """
+    calls = []
+    for i, (call, _) in enumerate(bench.calls):
+        samples = [seconds for one in rounds for seconds in one.samples[i]]
+        alone = bench.device.type == "cpu" and call.work != "copy"
+        seconds = quantile(samples, LEAST if alone else LOW)
+        calls.append(asdict(replace(call, seconds=seconds, samples=len(samples))))
+    usages = [one.usage for one in rounds if one.usage is not None]
     return {
         "kernel": bench.kernel,
-        "calls": [asdict(call) for call in timed],
-        "usage": usage and asdict(usage),
+        "calls": calls,
+        "usage": asdict(functools.reduce(_joined, usages)) if usages else None,
         "memory_gb": bench.memory_gb,
         "free_gb": bench.free_gb,
         "host_memory_gb": memory(torch.device("cpu"))[0] if bench.device.type == "cuda" else None,
     }
 
 
-def low_quantile(samples: Sequence[float]) -> float:
-    ordered = sorted(samples)
-    return ordered[int(QUANTILE * (len(ordered) - 1))]
+def _joined(first: Usage, second: Usage) -> Usage:
+    busy = None if first.cores_busy is None or second.cores_busy is None else first.cores_busy + second.cores_busy
+    return replace(first, busy=first.busy + second.busy, wall=first.wall + second.wall, cores_busy=busy)
+
+
+def quantile(samples: Sequence[float], part: float) -> float:
+    return sorted(samples)[int(part * (len(samples) - 1))]
 
 
 def memory(device: torch.device) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hexiseq.cluster import Cluster, Device, device_from_config
-from hexiseq.profile import cache, describe, measure_rates, set_up
+from hexiseq.profile import cache, describe, measured, set_up, time_calls
 from hexiseq.profile import rates as rates_module
 from hexiseq.profile.describe import cpu_shares, device_curves, device_rates, fit, fit_kinds
 from hexiseq.profile.links import exchange_sets, pair_rounds
@@ -227,13 +227,14 @@ def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates_module, "TILES", {"cpu": (16, 128)})
     monkeypatch.setattr(rates_module, "COPIED_BYTES", {"cpu": 1_000_000})
     bench = set_up(SHAPE, torch.device("cpu"), "float32", "auto", 1)
-    found = measure_rates(bench, 0.1)
+    rounds = [time_calls(bench, 0.1), time_calls(bench, 0.1)]
+    found = measured(bench, rounds)
     assert found["kernel"] == "cpu"
     assert all(call["samples"] >= 3 and call["seconds"] > 0 for call in found["calls"])
     rates = device_rates(found["calls"], 1.0)
     # Any processor of the last twenty years, and none of the next ten.
     assert all(1e-5 < rates[name] < 100 for name in rates if name.endswith("tflops"))
-    assert found["usage"]["busy"] > 0
+    assert found["usage"]["busy"] == sum(one.usage.busy for one in rounds if one.usage) > 0
     assert found["host_memory_gb"] is None  # its memory is its host's
     assert "host_gb_per_s" not in rates
     curves = device_curves(found["calls"])
