@@ -143,12 +143,12 @@ def cluster_config(bed: Sequence[Rank], rates: Mapping[str, Any]) -> dict[str, A
     return {"name": "bed", "gpus": gpus, "nodes": list(nodes.values()), "namespaces": slow}
 
 
-def job_config(setting: Setting, rates: Mapping[str, Any]) -> jobs.Config:
+def job_config(setting: Setting, rates: Mapping[str, Any], steps: int = STEPS) -> jobs.Config:
     from recipes.compose import composed
 
     config = composed([
         "model=tiny_llama", "data=synthetic", f"data.seq_len={setting.seq_len}", f"strategy={setting.policy}",
-        f"strategy.exchange={setting.exchange}", "strategy.drop_devices=false", f"trainer.max_steps={STEPS}",
+        f"strategy.exchange={setting.exchange}", "strategy.drop_devices=false", f"trainer.max_steps={steps}",
         "trainer.validation_sequences=0", f"data.synthetic.length={4 * setting.seq_len}",
     ])  # fmt: skip
     config["model"]["config"] |= {**MODEL, "num_key_value_heads": setting.kv_heads}
@@ -156,14 +156,20 @@ def job_config(setting: Setting, rates: Mapping[str, Any]) -> jobs.Config:
     return config
 
 
-def run_setting(setting: Setting, rates: Mapping[str, Any], profile: bool) -> dict[str, Any]:
-    """Train it in this process's children. Returns what `run` records."""
-    config = job_config(setting, rates)
+def run_setting(
+    setting: Setting, rates: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS
+) -> dict[str, Any]:
+    """Train it in this process's children. Returns what `run` records.
+
+    Args:
+        arguments: for `benchmarks.probe`.
+    """
+    config = job_config(setting, rates, steps)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         job = jobs.prepare(config, run_dir)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "benchmarks.probe", str(run_dir), *(["profile"] if profile else [])]
+        command = [sys.executable, "-m", "benchmarks.probe", str(run_dir), *arguments]
         launch.start_ranks(command, job.plan.devices, run_dir)
         with (run_dir / "metrics.csv").open(newline="") as file:
             seconds = [float(row["step_seconds"]) for row in csv.DictReader(file) if row.get("step_seconds")]
@@ -187,7 +193,11 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         needs = {"quota": any(r.quota for r in ranks), "namespaces": any(r.gb_per_s < 1 for r in ranks)}
         why = next((lacking[what] for what, needed in needs.items() if needed and lacking[what]), None)
         started, load = time.monotonic(), os.getloadavg()[0]
-        result = {"status": "skipped", "reason": why} if why else in_a_process(setting, rates, profile)
+        result = (
+            {"status": "skipped", "reason": why}
+            if why
+            else in_a_process(setting, rates, ["profile"] if profile else [])
+        )
         busy = {"load_before": load, "wall_seconds": time.monotonic() - started}
         found["settings"][setting.name] = {"key": key, "calibrates": setting.calibrates, **busy, **result}
         print(f"{setting.name}: {result['status']} {result.get('reason') or ''} in {busy['wall_seconds']:.0f} s",
@@ -197,19 +207,23 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         part.replace(path)
 
 
-def in_a_process(setting: Setting, rates: Mapping[str, Any], profile: bool) -> dict[str, Any]:
+def in_a_process(
+    setting: Setting, rates: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> dict[str, Any]:  # fmt: skip
     """`run_setting` in a process of its own, under the time limit; ``status`` and, where that is not ok, ``reason``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        task = json.dumps({"setting": dataclasses.asdict(setting), "rates": dict(rates), "profile": profile})
+        task = json.dumps({"setting": dataclasses.asdict(setting), "rates": dict(rates), "arguments": list(arguments),
+                           "steps": steps})  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.prediction", "one", "--json", str(out), "--task", task]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            _, said = process.communicate(timeout=LIMIT_SECONDS)
+            _, said = process.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # its ranks and its bed end with it
             process.communicate()
-            return {"status": "failed", "reason": f"took longer than {LIMIT_SECONDS:g} s"}
+            return {"status": "failed", "reason": f"took longer than {limit_seconds:g} s"}
         if process.returncode:
             return {"status": "failed", "reason": said.strip()[-2000:]}
         return {"status": "ok", **json.loads(out.read_text())}
@@ -488,7 +502,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "one":
         task = json.loads(options.task)
-        found = run_setting(Setting(**task["setting"]), task["rates"], task["profile"])
+        found = run_setting(Setting(**task["setting"]), task["rates"], task["arguments"], task["steps"])
         options.json.write_text(json.dumps(found))
     elif options.command == "run":
         run(options.json, options.only, core_rates(options.rates), options.profile)

@@ -1,8 +1,9 @@
 """A rank of a training run that is watched: bytes at the border of its process groups, memory, clocks, kinds of work.
 
-    python -m benchmarks.probe RUN_DIR [profile]
+    python -m benchmarks.probe RUN_DIR [profile] [turns=...]
 
-runs `recipes.pretrain` on a prepared run folder, as `hexiseq.launch` starts it, and writes ``probe-N.json`` there.
+runs `recipes.pretrain` on a prepared run folder, as `hexiseq.launch` starts it, and writes ``probe-N.json`` there. With
+turns (`benchmarks.turns`) it does its steps by turns with other jobs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks import ranks
+from benchmarks.turns import Seat, TakesTurns
 from hexiseq import launch
 from hexiseq.attention.exchange import Buffers, Lease
 from hexiseq.attention.kernels import cpu
@@ -125,10 +127,11 @@ class Probe(pl.Callback):
 
     Args:
         profile: also split the last step's CPU time by kinds of work (`Clock`), which slows that step.
+        turns: whose steps are kept, too.
     """
 
-    def __init__(self, folder: Path, border: Border, profile: bool) -> None:
-        self._folder, self._border, self._profile = folder, border, profile
+    def __init__(self, folder: Path, border: Border, profile: bool, turns: TakesTurns | None) -> None:
+        self._folder, self._border, self._profile, self._turns = folder, border, profile, turns
         self._steps: list[dict[str, Any]] = []
         self._kinds: dict[str, float] = {}
         self._clock: Clock | None = None
@@ -177,6 +180,7 @@ class Probe(pl.Callback):
             for a, b in zip(self._steps, self._steps[1:], strict=False)
         ]  # fmt: skip
         found = {"steps": steps, "peak_bytes": steps[MEMORY_STEP]["peak_bytes"], "kinds": self._kinds}
+        found["turns"] = self._turns.steps if self._turns else []
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
 
 
@@ -212,13 +216,15 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def run(folder: Path, profile: bool) -> None:
+def run(folder: Path, profile: bool, seat: Seat | None) -> None:
     border = Border()
-    probe = Probe(folder, border, profile)
+    turns = None if seat is None else TakesTurns(seat)
+    probe = Probe(folder, border, profile, turns)
 
     class Watched(pl.Trainer):
         def __init__(self, *, callbacks: list[pl.Callback], **options: Any) -> None:
-            super().__init__(callbacks=[*callbacks, probe], **options)
+            # The turn ends when all else about a step is done.
+            super().__init__(callbacks=[*callbacks, probe, *([turns] if turns else [])], **options)
 
     with border.watched(), mock.patch.object(pl, "Trainer", Watched):
         pretrain.run(load(folder))
@@ -226,4 +232,4 @@ def run(folder: Path, profile: bool) -> None:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    launch.worker(lambda: run(run_dir, "profile" in sys.argv[2:]), run_dir)
+    launch.worker(lambda: run(run_dir, "profile" in sys.argv[2:], Seat.from_arguments(sys.argv[2:])), run_dir)

@@ -1,11 +1,11 @@
 """Whole training steps of every policy that runs, side by side on uneven test beds (`hexiseq.testbed`).
 
     python -m benchmarks.training                               # both beds; --rates takes what recipe=profile wrote
-    python -m benchmarks.training --beds 1:.5:.5 --seq 8192 --rounds 3 --json out.json
+    python -m benchmarks.training --beds 1:.5:.5 --seq 8192 --steps 8 --json out.json
 
-Policies take turns, a run of a few steps each, in an order that changes from round to round. A policy's step is the
-median over its runs of the steps after the first; a gain is the best even policy's over ours. CPU seconds of all ranks
-say whether policies did the same work and whether others had the machine: load is printed.
+Every policy's job runs at one time, and they take turns, a step each (`benchmarks.turns`): the others sleep, and a
+machine that changes its speed changes it for all of them. A gain is the median, over the cycles, of the best even
+policy's step over ours in the same cycle. CPU seconds of all ranks say whether policies did the same work.
 """
 
 from __future__ import annotations
@@ -14,39 +14,63 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prediction import BEDS, GQA, MHA, Setting, core_rates, in_a_process, measured_cpu, measured_seconds
+from benchmarks.prediction import BEDS, GQA, MHA, UNTIMED, Setting, core_rates, in_a_process, job_config
+from benchmarks.turns import Seat
 from hexiseq.plan import align
+from recipes.job import solve_config
 
 EVEN = ("ring", "ulysses", "usp")
 POLICIES = ("hexiseq", *EVEN)
+CYCLE_SECONDS = 300.0  # that a cycle of steps may take
 
 
 def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step and CPU seconds of all ranks, of each round, by policy; and why a policy does not run."""
+    """Seconds of each step, and CPU seconds of all ranks in it, by policy; and why a policy does not run.
+
+    Raises:
+        RuntimeError: a job failed.
+    """
     rates = core_rates(options.rates)
-    found: dict[str, Any] = {"seconds": {}, "cpu_seconds": {}, "load": [], "left_out": {}, "shares": {}}
-    for number in range(options.rounds):
-        turn = number % len(POLICIES)
-        for policy in (*POLICIES[turn:], *POLICIES[:turn]):
-            if policy in found["left_out"]:
-                continue
-            found["load"].append(os.getloadavg()[0])
-            setting = Setting(bed, options.kv_heads, options.seq, policy, "auto")
-            record = in_a_process(setting, rates, profile=False)
-            if record["status"] != "ok":
-                found["left_out"][policy] = record["reason"].strip().splitlines()[-1]
-                continue
-            found["seconds"].setdefault(policy, []).append(measured_seconds(record))
-            found["cpu_seconds"].setdefault(policy, []).append(float(measured_cpu(record).sum()))
-            groups = record["plan"]["replicas"][0]["groups"]
-            found["shares"][policy] = [
-                [sum(end - start for start, end in shard["tokens"]) for shard in group["shards"]] for group in groups
-            ]
-            print(f"{bed} {policy}: {found['seconds'][policy][-1]:.2f} s", flush=True)
+    found: dict[str, Any] = {"seconds": {}, "cpu_seconds": {}, "left_out": {}, "shares": {}}
+    settings = {}
+    for policy in POLICIES:
+        setting = Setting(bed, options.kv_heads, options.seq, policy, "auto")
+        try:
+            *_, plan = solve_config(job_config(setting, rates))
+        except ValueError as error:
+            found["left_out"][policy] = str(error)
+            continue
+        settings[policy] = setting
+        found["shares"][policy] = [[shard.num_tokens for shard in group.shards] for group in plan.replicas[0].groups]
+    found["load_before"] = os.getloadavg()[0]
+    steps = UNTIMED + options.steps
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool:
+        jobs = {
+            policy: pool.submit(in_a_process, setting, rates, [Seat(Path(folder), number, len(settings)).to_argument()],
+                                steps, steps * CYCLE_SECONDS)
+            for number, (policy, setting) in enumerate(settings.items())
+        }  # fmt: skip
+        records = {policy: job.result() for policy, job in jobs.items()}
+    for policy, record in records.items():
+        if record["status"] != "ok":
+            raise RuntimeError(f"{bed} {policy}: {record['reason']}")
+        ranks = [rank["turns"][UNTIMED:] for rank in record["ranks"]]
+        found["seconds"][policy] = [max(step["wall"] for step in cycle) for cycle in zip(*ranks, strict=True)]
+        found["cpu_seconds"][policy] = [sum(step["cpu"] for step in cycle) for cycle in zip(*ranks, strict=True)]
     return found
+
+
+def gain(seconds: Mapping[str, list[float]], policy: str) -> tuple[float, float, float]:
+    """How much longer than the policy's the best even policy's step takes: median, least and most over the cycles."""
+    even = min((name for name in EVEN if name in seconds), key=lambda name: statistics.median(seconds[name]))
+    ratios = [theirs / ours for theirs, ours in zip(seconds[even], seconds[policy], strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def main() -> None:
@@ -54,25 +78,28 @@ def main() -> None:
     parser.add_argument("--beds", nargs="+", default=["1:.5:.5", "1:.25"], choices=list(BEDS), metavar="BED")
     parser.add_argument("--seq", type=int, default=8192, help="tokens (%(default)s)")
     parser.add_argument("--kv-heads", type=int, default=MHA, choices=(MHA, GQA), help="of 8 query heads (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each policy (%(default)s)")
     parser.add_argument("--rates", type=Path, help="a cluster that recipe=profile wrote on one core")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {bed: measure(bed, options) for bed in options.beds}
-    rows = []
-    for bed, result in found.items():
-        seconds = {policy: statistics.median(values) for policy, values in result["seconds"].items()}
-        even = min((seconds[policy] for policy in EVEN if policy in seconds), default=None)
-        for policy, value in seconds.items():
-            gain = f"{even / value:.2f}x" if even else "-"
-            cpu = statistics.median(result["cpu_seconds"][policy])
-            rows.append([bed, policy, f"{value:.2f}", f"{cpu:.2f}", gain, str(result["shares"][policy])])
-        rows += [[bed, policy, "-", "-", "-", reason] for policy, reason in result["left_out"].items()]
-    header = ["bed", "policy", "step s", "CPU s, all ranks", "best even / it", "tokens by group"]
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    rows, loads, everything = [], [], {}
+    for bed in options.beds:
+        found = everything[bed] = measure(bed, options)
+        loads.append(f"{found['load_before']:.1f}")
+        for policy, values in found["seconds"].items():
+            median, least, most = gain(found["seconds"], policy)
+            cpu = statistics.median(found["cpu_seconds"][policy])
+            rows.append([bed, policy, f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}",
+                         f"{cpu:.2f}", f"{median:.2f}x ({least:.2f} to {most:.2f})",
+                         str(found["shares"][policy])])  # fmt: skip
+        rows += [[bed, policy, "-", "-", "-", "-", reason] for policy, reason in found["left_out"].items()]
+    header = ["bed", "policy", "step s", "all steps", "CPU s, all ranks", "best even / it", "tokens by group"]
     print("\n".join(align(header, rows)))
-    print("load before runs:", ", ".join(f"{load:.1f}" for result in found.values() for load in result["load"]))
+    print(f"load before: {', '.join(loads)}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Training jobs that take turns, a step each: a machine that gets slower gets slower for all of them alike.
+
+The jobs run at one time, in processes of their own; all but one sleep. Whose turn it is stands in a file.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from typing_extensions import override
+
+POLL_SECONDS = 0.05  # next to nothing, and less than a hundredth of the steps that are compared
+LIMIT_SECONDS = 300.0  # that a job waits for the others to start, or for its turn
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One job's place among those that take turns.
+
+    Attributes:
+        folder: of the file that says whose turn it is, empty in the beginning.
+        number: of this job.
+        count: of all jobs.
+    """
+
+    folder: Path
+    number: int
+    count: int
+
+    def to_argument(self) -> str:
+        return f"turns={self.number}/{self.count}@{self.folder}"
+
+    @staticmethod
+    def from_arguments(arguments: list[str]) -> Seat | None:
+        for argument in arguments:
+            if argument.startswith("turns="):
+                place, folder = argument.removeprefix("turns=").split("@", 1)
+                number, count = map(int, place.split("/"))
+                return Seat(Path(folder), number, count)
+        return None
+
+    def ready(self) -> None:
+        """Say that this job has started."""
+        (self.folder / f"ready-{self.number}").touch()
+
+    def wait(self) -> None:
+        """Sleep until all jobs have started and it is this one's turn. Raises RuntimeError after `LIMIT_SECONDS`."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (missing := self._missing()) is not None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"job {self.number} of {self.count} waited {LIMIT_SECONDS:g} s for job {missing}")
+            time.sleep(POLL_SECONDS)
+
+    def pass_on(self) -> None:
+        """Give the turn to the next job."""
+        part = self.folder / f"turn-{self.number}.part"
+        part.write_text(str(self._turn() + 1))
+        part.replace(self.folder / "turn")
+
+    def _turn(self) -> int:
+        file = self.folder / "turn"
+        return int(file.read_text()) if file.exists() else 0
+
+    def _missing(self) -> int | None:
+        """A job that has not started, or has the turn instead of this one."""
+        for job in range(self.count):
+            if not (self.folder / f"ready-{job}").exists():
+                return job
+        holder = self._turn() % self.count
+        return None if holder == self.number else holder
+
+
+class TakesTurns(pl.Callback):
+    """Does a step when it is this job's turn.
+
+    Attributes:
+        steps: seconds of each, wall and this process's CPU time, without waiting for the turn.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.steps: list[dict[str, float]] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.seat.ready()
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+        self.seat.wait()
+        self._start = time.perf_counter(), time.process_time()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        wall, cpu = self._start
+        self.steps.append({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu})
+        dist.barrier()  # nobody of this job computes on when the next one has the turn
+        if trainer.is_global_zero:
+            self.seat.pass_on()
