@@ -216,8 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=5, help="calls of each row (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=60.0, help="processor seconds of a call (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers there")
-    parser.add_argument("--paper", action="store_true", help="no times, but the paper's simulations")
+    parser.add_argument("--paper", action="store_true", help="no times, but the paper's simulations; alone")
     options = parser.parse_args(arguments)
+    if options.paper and (options.gpus or options.json):
+        parser.error("--paper is a table of its own, without --gpus and --json")
     if options.paper:
         print_paper(options.time_limit)
         return

@@ -16,12 +16,12 @@ import os
 import statistics
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from benchmarks.prediction import BEDS, GQA, MHA, UNTIMED, Setting, core_rates, in_a_process, job_config
-from benchmarks.turns import Seat
+from benchmarks.turns import FAILED, Seat
 from hexiseq.plan import align
 from recipes.job import solve_config
 
@@ -34,7 +34,7 @@ def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each step, and CPU seconds of all ranks in it, by policy; and why a policy does not run.
 
     Raises:
-        RuntimeError: a job failed.
+        RuntimeError: no even policy runs, or a job failed.
     """
     rates = core_rates(options.rates)
     found: dict[str, Any] = {"seconds": {}, "cpu_seconds": {}, "left_out": {}, "shares": {}}
@@ -48,18 +48,27 @@ def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
             continue
         settings[policy] = setting
         found["shares"][policy] = [[shard.num_tokens for shard in group.shards] for group in plan.replicas[0].groups]
+    if "hexiseq" not in settings or len(settings) < 2:
+        reasons = "; ".join(f"{policy}: {reason}" for policy, reason in found["left_out"].items())
+        raise RuntimeError(f"{bed}: nothing to compare, {reasons}")
     found["load_before"] = os.getloadavg()[0]
     steps = UNTIMED + options.steps
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool:
         jobs = {
-            policy: pool.submit(in_a_process, setting, rates, [Seat(Path(folder), number, len(settings)).to_argument()],
-                                steps, steps * CYCLE_SECONDS)
+            pool.submit(in_a_process, setting, rates, [Seat(Path(folder), number, len(settings)).to_argument()],
+                        steps, steps * CYCLE_SECONDS): policy
             for number, (policy, setting) in enumerate(settings.items())
         }  # fmt: skip
-        records = {policy: job.result() for policy, job in jobs.items()}
-    for policy, record in records.items():
-        if record["status"] != "ok":
-            raise RuntimeError(f"{bed} {policy}: {record['reason']}")
+        failed, records = "", {}
+        for job in as_completed(jobs):
+            records[jobs[job]] = record = job.result()
+            if record["status"] != "ok" and not failed:
+                failed = f"{bed} {jobs[job]}: {record['reason']}"
+                (Path(folder) / FAILED).touch()  # the others need not wait
+    if failed:
+        raise RuntimeError(failed)
+    for policy in settings:
+        record = records[policy]
         ranks = [rank["turns"][UNTIMED:] for rank in record["ranks"]]
         found["seconds"][policy] = [max(step["wall"] for step in cycle) for cycle in zip(*ranks, strict=True)]
         found["cpu_seconds"][policy] = [sum(step["cpu"] for step in cycle) for cycle in zip(*ranks, strict=True)]
@@ -86,7 +95,10 @@ def main() -> None:
         parser.error(f"--steps must be at least 1, got {options.steps}")
     rows, loads, everything = [], [], {}
     for bed in options.beds:
-        found = everything[bed] = measure(bed, options)
+        try:
+            found = everything[bed] = measure(bed, options)
+        except RuntimeError as error:
+            raise SystemExit(str(error)) from error
         loads.append(f"{found['load_before']:.1f}")
         for policy, values in found["seconds"].items():
             median, least, most = gain(found["seconds"], policy)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 POLL_SECONDS = 0.05  # next to nothing, and less than a hundredth of the steps that are compared
+FAILED = "failed"  # a file that says that a job has
 LIMIT_SECONDS = 300.0  # that a job waits for the others to start, or for its turn
 
 
@@ -48,31 +49,38 @@ class Seat:
         """Say that this job has started."""
         (self.folder / f"ready-{self.number}").touch()
 
-    def wait(self) -> None:
-        """Sleep until all jobs have started and it is this one's turn. Raises RuntimeError after `LIMIT_SECONDS`."""
+    def wait(self, turn: int) -> None:
+        """Sleep until all jobs have started and so many turns are over.
+
+        Raises:
+            RuntimeError: a job has failed, or nothing came for `LIMIT_SECONDS`.
+        """
         deadline = time.monotonic() + LIMIT_SECONDS
-        while (missing := self._missing()) is not None:
+        while (holder := self._holder(turn)) is not None:
+            if (self.folder / FAILED).exists():
+                raise RuntimeError(f"job {self.number} of {self.count} waited for another that failed")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"job {self.number} of {self.count} waited {LIMIT_SECONDS:g} s for job {missing}")
+                raise RuntimeError(f"job {self.number} of {self.count} waited {LIMIT_SECONDS:g} s for job {holder}")
             time.sleep(POLL_SECONDS)
 
     def pass_on(self) -> None:
         """Give the turn to the next job."""
         part = self.folder / f"turn-{self.number}.part"
-        part.write_text(str(self._turn() + 1))
+        part.write_text(str(self._over() + 1))
         part.replace(self.folder / "turn")
 
-    def _turn(self) -> int:
+    def _over(self) -> int:
+        """Turns that are over."""
         file = self.folder / "turn"
         return int(file.read_text()) if file.exists() else 0
 
-    def _missing(self) -> int | None:
-        """A job that has not started, or has the turn instead of this one."""
+    def _holder(self, turn: int) -> int | None:
+        """A job that has not started, or has a turn before that one."""
         for job in range(self.count):
             if not (self.folder / f"ready-{job}").exists():
                 return job
-        holder = self._turn() % self.count
-        return None if holder == self.number else holder
+        over = self._over()
+        return None if over >= turn else over % self.count
 
 
 class TakesTurns(pl.Callback):
@@ -93,7 +101,8 @@ class TakesTurns(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
-        self.seat.wait()
+        # The turn by its number: after the last step this job may have it still, until its first rank has passed it on.
+        self.seat.wait(len(self.steps) * self.seat.count + self.seat.number)
         self._start = time.perf_counter(), time.process_time()
 
     @override
@@ -103,3 +112,7 @@ class TakesTurns(pl.Callback):
         dist.barrier()  # nobody of this job computes on when the next one has the turn
         if trainer.is_global_zero:
             self.seat.pass_on()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seat.wait(len(self.steps) * self.seat.count)  # what an end costs is in nobody's step

@@ -535,7 +535,9 @@ class Search:
         elif groups == 1:
             return [(1.0, next(even_totals(n, 1)))]
         else:
-            hidden = min(n // SMALL_SLOT, int(self.layer_forward / POSTING_SECONDS))
+            hidden = n // SMALL_SLOT
+            if self.options.exchange != "allgather":  # which posts all at once
+                hidden = min(hidden, int(self.layer_forward / POSTING_SECONDS))
             most = min(max(MOST_SLOTS, SLOTS_PER_GROUP * groups, hidden), n // 2)
             totals = slot_totals(n, 2 * groups if n >= 4 * groups else groups, most)
         ranked = rank_totals(shares.tolist(), parts.counts, totals, np.where(totals >= 2 * groups, 2, 1))

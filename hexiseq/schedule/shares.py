@@ -102,7 +102,7 @@ def _within_limits(
         attention = full[row, before] + np.clip(part, 0.0, 1.0) * (full[row, last] - full[row, before])
         return np.where(fits, attention, np.inf), np.minimum(most, (attention[:, None] - merging) / rates)
 
-    low, high = 0.0, float((caps * seconds).max())
+    low, high = 0.0, min(float((caps * seconds).max()), total * float(seconds.max()))
     for _ in range(ROUNDS):
         times = np.linspace(low, high, TIMES)
         attention, tokens = shared(times)
