@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import attention, memory, peers, posting, scheduler
+from benchmarks import attention, memory, peers, posting, scheduler, turns
 
 ROOT = Path(__file__).resolve().parent.parent
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks are pinned to two cores")
@@ -159,6 +161,39 @@ def test_a_plan_is_timed_and_held_against_fractions(tmp_path: Path, capsys: pyte
     assert {(row.cluster, row.model) for row in scheduler.paper_rows()} == {
         (cluster, model) for cluster in ("paper_sim_64", "paper_sim_128") for model in ("llama_13b", "llama3_70b")
     }
+
+
+def test_jobs_take_turns_one_step_at_a_time(tmp_path: Path) -> None:
+    log: list[tuple[int, int]] = []
+
+    def rank(number: int, first: bool, meet: threading.Barrier) -> None:
+        seat = turns.Seat(tmp_path, number, 2)
+        if first:
+            seat.ready()
+        for step in range(3):
+            seat.wait(2 * step + number)
+            log.append((step, number))
+            meet.wait()
+            if first:  # its fellows may look for their next turn before it has given this one away
+                time.sleep(3 * turns.POLL_SECONDS)
+                seat.pass_on()
+        seat.wait(6)
+
+    meetings = [threading.Barrier(2) for _ in range(2)]
+    ranks = [
+        threading.Thread(target=rank, args=(job, first, meetings[job])) for job in (0, 1) for first in (True, False)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert log == [(step, number) for step in range(3) for number in (0, 0, 1, 1)]
+    late = turns.Seat(tmp_path, 1, 3)
+    (tmp_path / turns.FAILED).touch()
+    with pytest.raises(RuntimeError, match="job 1 of 3 waited for another that failed"):
+        late.wait(7)
+    assert turns.Seat.from_arguments(["profile", late.to_argument()]) == late
+    assert turns.Seat.from_arguments(["profile"]) is None
 
 
 @pytest.mark.slow
