@@ -251,10 +251,11 @@ class Meeting:
                 texts = self._store.multi_get([f"{place}/{rank}" for rank in range(self.ranks)])
                 answer["values"] = [json.loads(text) for text in texts]
             self._store.set(f"{place}/all", json.dumps(answer))
-        elif self._missing(place, ["all"], left + _LAST_WORDS_SECONDS):
-            answer = {"missing": [0]}
         else:
-            answer = json.loads(self._store.get(f"{place}/all"))
+            silent = self._missing(place, ["all"], left + _LAST_WORDS_SECONDS)
+            if silent and self._store.check([f"{place}/0"]):  # it came late, and waits for others as long as it may
+                silent = self._missing(place, ["all"], self._timeout)
+            answer = {"missing": [0]} if silent else json.loads(self._store.get(f"{place}/all"))
         if answer["missing"]:
             names = ", ".join(self.who(rank) for rank in answer["missing"])
             self.heard = answer["missing"] != [0]

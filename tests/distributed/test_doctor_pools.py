@@ -72,6 +72,27 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(pools, absent: int) ->
                     "it out"}  # fmt: skip
 
 
+def gathered_late(late_seconds: float) -> str:
+    """What a rank hears where rank 0 is that late and the last rank never comes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = doctor.reach_store("unused", 0, rank, 20.0)
+    with mock.patch.object(doctor, "_LAST_WORDS_SECONDS", 0.4):
+        meeting = Meeting(store, rank, ranks, 0.8)
+        if rank == ranks - 1:
+            return ""
+        time.sleep(late_seconds if rank == 0 else 0.0)
+        try:
+            meeting.gather("measuring", None)
+        except ValueError as error:
+            return str(error)
+    return f"rank {rank} went on"
+
+
+def test_a_rank_0_that_is_late_is_not_taken_for_the_one_that_is_missing(pools) -> None:
+    answers = pools(3).run(gathered_late, 0.9)
+    assert set(answers[:2]) == {"measuring: rank 2 did not answer within 0.8 s; see its log, or leave it out"}
+
+
 def refused(plan: Plan, claims: dict[int, dict[str, str]]) -> str:
     """The text of the ValueError this rank's strategy ends with."""
     rank = dist.get_rank()
