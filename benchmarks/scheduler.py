@@ -18,7 +18,6 @@ the fullest device is, of what it may be.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -36,9 +35,9 @@ from typing_extensions import override
 
 from benchmarks.paper_settings import MODES, Row, all_rows, main_nics
 from hexiseq.cluster import Cluster, Node, Seat, device_from_config
-from hexiseq.cost import Layout, OutOfMemory, exposed_seconds, optimizer_seconds, replica_kinds
+from hexiseq.cost import Layout, exposed_seconds, optimizer_seconds, replica_kinds
 from hexiseq.plan import Plan, align
-from hexiseq.schedule import solve
+from hexiseq.schedule import solve, solve_modes
 from hexiseq.schedule.estimate import Alike, Job
 from hexiseq.schedule.local import cut_heads, share_tokens
 from hexiseq.schedule.search import Options, Parts, Search, slot_totals
@@ -156,24 +155,18 @@ def paper_rows() -> list[Row]:
             and row.seq_len >= PAPER_TOKENS and row.nics == main_nics(row.cluster)]  # fmt: skip
 
 
-def best_of_modes(row: Row, time_limit_seconds: float) -> tuple[Plan, Cluster, Workload]:
+def best_of_modes(row: Row, time_limit_seconds: float) -> tuple[Cluster, Plan, Workload]:
     """The fastest plan of all the modes that the paper suite has."""
-    found = []
-    for mode in MODES.values():
-        config = composed(["recipe=plan", *row.overrides])
-        config["strategy"] |= mode
-        cluster = Cluster.from_config(config["cluster"])
-        workload = workload_of_job(config, cluster)
-        with contextlib.suppress(OutOfMemory):
-            found.append((solve(cluster, workload, rivals=False, time_limit_seconds=time_limit_seconds), workload))
-    plan, workload = min(found, key=lambda item: item[0].predicted.step_seconds if item[0].predicted else math.inf)
-    return plan, cluster, workload
+    config = composed(["recipe=plan", *row.overrides])
+    cluster = Cluster.from_config(config["cluster"])
+    workloads = [workload_of_job({**config, "strategy": config["strategy"] | mode}, cluster) for mode in MODES.values()]
+    return cluster, *solve_modes(cluster, workloads, rivals=False, time_limit_seconds=time_limit_seconds)
 
 
 def print_paper(time_limit_seconds: float) -> None:
     cells = []
     for row in paper_rows():
-        plan, cluster, workload = best_of_modes(row, time_limit_seconds)
+        cluster, plan, workload = best_of_modes(row, time_limit_seconds)
         lost, beyond = rounding(plan, cluster, workload)
         assert plan.predicted is not None
         fullest = max(a / b for a, b in zip(plan.predicted.memory_gb, plan.predicted.memory_limit_gb, strict=True))
