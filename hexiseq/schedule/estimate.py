@@ -154,9 +154,29 @@ class Ring:
     tokens: np.ndarray
 
 
-def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tuple[float, float, float, float]:
-    """Seconds of all layers' KV of a sequence: of one forward pass, of backward, and of all passes on the busiest NIC;
-    and of the last gradients, which nothing hides, for each token of a call.
+@dataclass(frozen=True)
+class Moving:
+    """What the ring of a replica moves, in seconds of all layers.
+
+    Attributes:
+        forward, backward: of KV in one forward pass, and of KV and gradients in backward.
+        late: of the last gradients, which nothing hides, for each token of a call.
+        nics: of all passes, on each node's NICs.
+    """
+
+    forward: float
+    backward: float
+    late: float
+    nics: np.ndarray
+
+    def times(self, sequences: int) -> Moving:
+        """Of so many sequences."""
+        k = sequences
+        return Moving(k * self.forward, k * self.backward, k * self.late, k * self.nics)
+
+
+def moving(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> Moving:
+    """What a ring moves for one sequence.
 
     Args:
         port: bytes a second of each member inside its node.
@@ -164,7 +184,7 @@ def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tup
     """
     total = float(ring.tokens.sum())
     if len(ring.tokens) == 1:
-        return 0.0, 0.0, 0.0, 0.0
+        return Moving(0.0, 0.0, 0.0, np.zeros(len(nic)))
     # From the group after it a group receives inner slots whole and outer ones as front halves.
     outer = np.cumsum(ring.tokens) - ring.tokens
     received = job.kv_bytes * (total - ring.tokens - outer / 2)
@@ -183,14 +203,31 @@ def ring_seconds(job: Job, ring: Ring, port: np.ndarray, nic: np.ndarray) -> tup
     sent = job.kv_bytes * job.gradients * ring.heads / 2
     last_near, last_far = np.where(crosses, 0.0, sent), np.bincount(ring.node, np.where(crosses, sent, 0.0), len(nic))
     late = max(float((last_near / port).max()), float((last_far / nic).max()))
-    return forward, backward, float(((job.forwards * far + far_back) / nic).max()), late
+    return Moving(forward, backward, late, (job.forwards * far + far_back) / nic)
 
 
-def call_tokens(tokens: float) -> list[float]:
-    """Tokens of a call that are worth a try where the smallest group has so many: wide ones merge less, narrow ones
-    leave fewer gradients to wait for."""
-    widest = min(FUSED_TOKENS[0], tokens)
-    return [widest / parts for parts in (1, 2, 4)]
+def attention_seconds(
+    job: Job, forward: Any, backward: Any, merging: Any, own: Any, outer: Any, smallest: float, ring: Moving,
+    later: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds of all passes of a sequence's attention with the ring, in calls as wide as is best.
+
+    Wide calls merge less, narrow ones leave fewer gradients to wait for.
+
+    Args:
+        forward, backward: of each rank in one pass, merging in kernel calls left out.
+        merging: of each rank in one call over all its queries.
+        own, outer: tokens of its group, and of those further out.
+        smallest: tokens of the smallest group, which no call is wider than.
+        later: how much later the last rank finishes for whole slots.
+    """
+    widest, found = min(FUSED_TOKENS[0], smallest), math.inf
+    for call in (widest, widest / 2, widest / 4):
+        calls = job.calls(call, own, outer) * merging
+        there, again = later * float((forward + calls).max()), later * float((backward + calls).max())
+        seconds = job.forwards * max(there, ring.forward) + max(again + call * ring.late, ring.backward)
+        found = min(found, seconds)
+    return found
 
 
 def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> float:
@@ -213,10 +250,9 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
     place = index % width if consecutive else index // groups
     following = (home + 1) % groups
     partner = following * width + place if consecutive else place * groups + following
-    ring = Ring(home, partner, node, np.full(n, kv), np.full(groups, tokens))
-    forward_kv, backward_kv, nic_seconds, late = ring_seconds(job, ring, port, nic)
+    ring = moving(job, Ring(home, partner, node, np.full(n, kv), np.full(groups, tokens)), port, nic)
 
-    all_to_all = 0.0
+    all_to_all, nics = 0.0, ring.nics
     if width > 1:
         together = np.bincount(home * len(seats) + node, minlength=groups * len(seats))[home * len(seats) + node]
         sent = total / n * layers * model.head_dim * job.workload.element_bytes
@@ -225,21 +261,17 @@ def even_estimate(job: Job, alike: Alike, width: int, consecutive: bool) -> floa
         near = sent * (together - 1) / width / port
         far = np.bincount(node, sent * (width - together) / width) / nic
         all_to_all = max(float(near.max()), float(far.max()))
-        nic_seconds += float(far.max())
-    slower = job.slower(groups)
-
-    def attention(call: float) -> float:
-        """Seconds of all passes with so many tokens in a call."""
-        calls = job.calls(call) if groups > 1 else 1.0
-        forward = tokens * query * float((slower * job.forward + calls * job.merge)[devices].max())
-        backward = tokens * query * (slower * job.backward + calls * job.merge)
-        backward = float((backward + (kv * job.summed(total / 2) * job.merge if groups > 1 else 0.0))[devices].max())
-        backward += call * late
-        return job.forwards * max(forward, forward_kv) + max(backward, backward_kv)
-
-    attending = min(map(attention, call_tokens(tokens) if groups > 1 else [tokens]))
-    path = total / n * float(job.linear[devices].max()) + all_to_all + attending
-    return alike.sequences * max(path, nic_seconds, total / n * float(job.copies[devices].max()))
+        nics = nics + far
+    work, slower, merge = tokens * query, job.slower(groups)[devices], job.merge[devices]
+    own, outer = (0.0, total / 2) if groups > 1 else (total, 0.0)  # of a group in the middle
+    backward = work * slower * job.backward[devices]
+    if groups > 1:
+        backward = backward + kv * job.summed(outer) * merge
+    attention = attention_seconds(
+        job, work * slower * job.forward[devices], backward, work * merge, own, outer, tokens, ring
+    )
+    path = total / n * float(job.linear[devices].max()) + all_to_all + attention
+    return alike.sequences * max(path, float(nics.max()), total / n * float(job.copies[devices].max()))
 
 
 class Exchange:

@@ -21,7 +21,16 @@ import numpy as np
 from hexiseq import cost
 from hexiseq.cost import Counts, Kind, Layout
 from hexiseq.plan import fits_slots, short_tokens
-from hexiseq.schedule.estimate import FUSED_TOKENS, Alike, Exchange, Job, Ring, call_tokens, kind_of, ring_seconds
+from hexiseq.schedule.estimate import (
+    FUSED_TOKENS,
+    Alike,
+    Exchange,
+    Job,
+    Ring,
+    attention_seconds,
+    kind_of,
+    moving,
+)
 from hexiseq.schedule.even import even_totals, exchanges, lay_out, slots_for
 from hexiseq.schedule.groups import Grouping, Nodes
 from hexiseq.schedule.local import cut_heads, deal_heads, share_tokens
@@ -293,9 +302,6 @@ class Search:
             all_to_all = max(all_to_all, self.workload.sequences * tokens * seconds)
             heads.append(kv)
         ring, order = self.ring(parts.grouping, shares.tokens[parts.index], [heads[i] for i in parts.index])
-        kv_forward, kv_backward, nic, late = (
-            self.workload.sequences * seconds for seconds in ring_seconds(self.job, ring, self.port[order], self.nic)
-        )
         slower, merge = self.slower(len(parts.grouping))[members], self.merge[members]
         forward, backward = work * slower * self.forward[members], work * slower * self.backward[members]
         # The outermost and the innermost group of each class: one sums up gradients of more KV, one has more calls.
@@ -305,16 +311,13 @@ class Search:
         own, outer = np.repeat(shares.tokens, sizes), np.repeat(outer, sizes, axis=1)
         if len(parts.grouping) > 1:
             backward = backward + np.concatenate(heads) * self.job.summed(outer) * merge
-
-        def attention(call: float) -> float:
-            """Seconds of all passes with so many tokens in a call."""
-            merging = work * self.job.calls(call, own, outer) * merge
-            there, again = (rounding * float((seconds + merging).max()) for seconds in (forward, backward))
-            return self.job.forwards * max(there, kv_forward) + max(again + call * late, kv_backward)
-
+        moved = moving(self.job, ring, self.port[order], self.nic).times(self.workload.sequences)
+        smallest = float(shares.tokens.min())
+        attention = attention_seconds(
+            self.job, forward, backward, work * merge, own, outer, smallest, moved, later=rounding
+        )
         linear = rounding * shares.linear_seconds
-        path = linear + all_to_all + min(map(attention, call_tokens(float(shares.tokens.min()))))
-        return max(path, nic, self.copying * linear)
+        return max(linear + all_to_all + attention, float(moved.nics.max()), self.copying * linear)
 
     def ring(self, grouping: Grouping, tokens: np.ndarray, heads: list[np.ndarray]) -> tuple[Ring, np.ndarray]:
         """The groups' ring, and the ranks in its order."""
