@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import mip
+import mip.cbc  # loads the library here and now, a tenth of a second that is not the search's
 
 from hexiseq.plan import fragments
 
@@ -22,9 +22,13 @@ PIECE = 5e-4  # of the group's ideal time: what one kernel call or KV copy less 
 MOST_NODES = 2000
 
 
-def integer_program() -> mip.Model:
-    """An empty minimisation in nanoseconds that repeats bit for bit."""
-    program = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
+def integer_program() -> mip.Model | None:
+    """An empty minimisation in nanoseconds that repeats bit for bit; None, and a warning, where CBC is not there."""
+    try:
+        program = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
+    except Exception as error:  # what a library that did not load leads to
+        _warn(error)
+        return None
     program.verbose, program.threads, program.seed = 0, 1, 1
     program.preprocess = program.cuts = 0  # cost more than they save on programs this small
     program.max_mip_gap, program.max_mip_gap_abs = 1e-6, 1.0
@@ -36,10 +40,14 @@ def solved(program: mip.Model) -> bool:
     try:
         program.optimize(max_nodes=MOST_NODES)
     except Exception as error:  # whatever a native solver or its binding raises
-        warnings.warn(f"the integer program's solver failed ({type(error).__name__}: {error}); the plan is made by "
-                      "rounding and may be slower", stacklevel=2)  # fmt: skip
+        _warn(error)
         return False
     return bool(program.num_solutions)
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"the integer program's solver failed ({type(error).__name__}: {error}); the plan is made by "
+                  "rounding and may be slower", stacklevel=3)  # fmt: skip
 
 
 # Heads ---------------------------------------------------------------------------------------------------------
@@ -133,7 +141,8 @@ def _best_path(options: list[list[Range]], least: float, piece: float, total: in
     No cut finishes before `least`. Counting only the time beyond it makes the relaxation tight: half a long range and
     half a short one cost half of the excess, not nothing.
     """
-    program = integer_program()
+    if (program := integer_program()) is None:
+        return None
     excess = program.add_var(name="excess")
     arriving: dict[int, list[mip.Var]] = {}
     taken, pieces = [], []

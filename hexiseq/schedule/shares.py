@@ -5,6 +5,7 @@ Groups that are alike are one *class*: nothing here grows with the number of dev
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,10 +164,21 @@ def round_slots(shares: np.ndarray, room: np.ndarray, total: int, least: int) ->
         if math.isinf(late.max()):
             break
         counts[int(late.argmax())] -= min(1, extra)
-    for _ in range(total - int(counts.sum())):
-        finish = np.where(counts < room, (counts + 1) / shares, np.inf)
-        counts[int(finish.argmin())] += 1
-    return counts.tolist()
+    sizes, most, wanted = counts.tolist(), room.tolist(), shares.tolist()
+    # A heap of who would finish first; ties go to the first group.
+    waiting = [((size + 1) / wanted[g], g) for g, size in enumerate(sizes) if size < most[g]]
+    heapq.heapify(waiting)
+    for _ in range(total - sum(sizes)):
+        if not waiting:
+            sizes[0] += total - sum(sizes)  # nobody has room: whoever checks memory will say so
+            break
+        _, g = waiting[0]
+        sizes[g] += 1
+        if sizes[g] < most[g]:
+            heapq.heapreplace(waiting, ((sizes[g] + 1) / wanted[g], g))
+        else:
+            heapq.heappop(waiting)
+    return sizes
 
 
 def best_slots(classes: Sequence[GroupClass], counts: Sequence[int], total: int, slot: int) -> tuple[int, ...] | None:

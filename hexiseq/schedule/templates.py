@@ -190,15 +190,16 @@ def _worthwhile(templates: Templates, kinds: Kinds, linear: float, ratio: float,
 
 def _best_numbers(templates: Templates, held: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
     """Groups of each template that hold most tokens, or None where these are fewer than the sequence has."""
-    if not len(held):
+    if not len(held) or (program := integer_program()) is None:
         return None
-    program = integer_program()
     numbers = [program.add_var(var_type=mip.INTEGER, ub=int((counts // np.maximum(row, 1))[row > 0].min()))
                for row in templates.devices]  # fmt: skip
     for kind, count in enumerate(counts.tolist()):
         used = zip(templates.devices[:, kind].tolist(), numbers, strict=True)
         program.add_constr(mip.xsum(n * x for n, x in used if n) <= count)
-    program.objective = mip.minimize(mip.xsum(-value * x for value, x in zip(held.tolist(), numbers, strict=True)))
+    everything = mip.xsum(value * x for value, x in zip(held.tolist(), numbers, strict=True))
+    program.add_constr(everything >= WHOLE)  # fewer are of no use, which the relaxation mostly knows at once
+    program.objective = mip.minimize(-everything)
     if not solved(program):
         return None
     found = np.array([round(x.x) for x in numbers])

@@ -22,7 +22,7 @@ from hexiseq.schedule.drafts import Draft, written
 from hexiseq.schedule.estimate import Alike, Job, kind_of
 from hexiseq.schedule.even import even_grid, even_totals, legal_widths
 from hexiseq.schedule.groups import Nodes
-from hexiseq.schedule.local import PIECE, cut_heads, integer_program, share_tokens, solved
+from hexiseq.schedule.local import PIECE, cut_heads, deal_heads, integer_program, share_tokens, solved
 from hexiseq.schedule.search import Options, Search
 from hexiseq.schedule.shares import GroupClass, best_slots, share
 from hexiseq.workload import ModelShape, Workload
@@ -465,6 +465,18 @@ def test_shares_are_those_of_a_linear_program(seed):
     assert np.array(numbers) @ found.tokens == pytest.approx(total)
     slowest = max(group.attention * n + group.merging for group, n in zip(classes, found.tokens, strict=True))
     assert found.linear_seconds + slowest == pytest.approx(program.objective_value, rel=1e-6)
+
+
+def test_a_solver_that_is_not_there_is_a_warning_and_heads_are_dealt(monkeypatch):
+    def missing(*_, **__):
+        raise NameError("name 'cbclib' is not defined")
+
+    seconds, launch, limits = (1.4, 1.9, 3.2, 3.5, 1.2, 2.8), (1e-3,) * 6, (64,) * 6
+    cut_heads.cache_clear()
+    monkeypatch.setattr("mip.Model", missing)
+    with pytest.warns(UserWarning, match="solver failed.*cbclib.*made by rounding"):
+        assert cut_heads(64, 8, seconds, launch, limits) == deal_heads(64, seconds, launch, limits)
+    cut_heads.cache_clear()
 
 
 def test_equal_members_and_even_cuts_need_no_solver(monkeypatch):
