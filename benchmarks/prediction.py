@@ -143,28 +143,35 @@ def cluster_config(bed: Sequence[Rank], rates: Mapping[str, Any]) -> dict[str, A
     return {"name": "bed", "gpus": gpus, "nodes": list(nodes.values()), "namespaces": slow}
 
 
-def job_config(setting: Setting, rates: Mapping[str, Any], steps: int = STEPS) -> jobs.Config:
+def workload_overrides(kv_heads: int, seq_len: int) -> list[str]:
+    """The model and the length of its sequences, as `train.py` takes them."""
+    shape = {**MODEL, "num_key_value_heads": kv_heads}
+    return ["model=tiny_llama", *(f"model.config.{name}={value}" for name, value in shape.items()),
+            "data=synthetic", f"data.seq_len={seq_len}"]  # fmt: skip
+
+
+def job_config(setting: Setting, cluster: Mapping[str, Any], steps: int = STEPS) -> jobs.Config:
+    """A setting's job on its bed, described by `cluster`."""
     from recipes.compose import composed
 
     config = composed([
-        "model=tiny_llama", "data=synthetic", f"data.seq_len={setting.seq_len}", f"strategy={setting.policy}",
+        *workload_overrides(setting.kv_heads, setting.seq_len), f"strategy={setting.policy}",
         f"strategy.exchange={setting.exchange}", "strategy.drop_devices=false", f"trainer.max_steps={steps}",
         "trainer.validation_sequences=0", f"data.synthetic.length={4 * setting.seq_len}",
     ])  # fmt: skip
-    config["model"]["config"] |= {**MODEL, "num_key_value_heads": setting.kv_heads}
-    config["cluster"] = cluster_config(BEDS[setting.bed], rates)
+    config["cluster"] = dict(cluster)
     return config
 
 
 def run_setting(
-    setting: Setting, rates: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS
+    setting: Setting, cluster: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS
 ) -> dict[str, Any]:
     """Train it in this process's children. Returns what `run` records.
 
     Args:
         arguments: for `benchmarks.probe`.
     """
-    config = job_config(setting, rates, steps)
+    config = job_config(setting, cluster, steps)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         job = jobs.prepare(config, run_dir)
@@ -196,7 +203,7 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         result = (
             {"status": "skipped", "reason": why}
             if why
-            else in_a_process(setting, rates, ["profile"] if profile else [])
+            else in_a_process(setting, cluster_config(ranks, rates), ["profile"] if profile else [])
         )
         busy = {"load_before": load, "wall_seconds": time.monotonic() - started}
         found["settings"][setting.name] = {"key": key, "calibrates": setting.calibrates, **busy, **result}
@@ -208,14 +215,14 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
 
 
 def in_a_process(
-    setting: Setting, rates: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS,
+    setting: Setting, cluster: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> dict[str, Any]:  # fmt: skip
     """`run_setting` in a process of its own, under the time limit; ``status`` and, where that is not ok, ``reason``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        task = json.dumps({"setting": dataclasses.asdict(setting), "rates": dict(rates), "arguments": list(arguments),
-                           "steps": steps})  # fmt: skip
+        task = json.dumps({"setting": dataclasses.asdict(setting), "cluster": dict(cluster),
+                           "arguments": list(arguments), "steps": steps})  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.prediction", "one", "--json", str(out), "--task", task]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
@@ -502,7 +509,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "one":
         task = json.loads(options.task)
-        found = run_setting(Setting(**task["setting"]), task["rates"], task["arguments"], task["steps"])
+        found = run_setting(Setting(**task["setting"]), task["cluster"], task["arguments"], task["steps"])
         options.json.write_text(json.dumps(found))
     elif options.command == "run":
         run(options.json, options.only, core_rates(options.rates), options.profile)

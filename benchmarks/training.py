@@ -1,8 +1,10 @@
 """Whole training steps of every policy that runs, side by side on uneven test beds (`hexiseq.testbed`).
 
-    python -m benchmarks.training                               # both beds; --rates takes what recipe=profile wrote
+    python -m benchmarks.training                               # both beds
     python -m benchmarks.training --beds 1:.5:.5 --seq 8192 --steps 8 --json out.json
 
+Each bed is measured by ``recipe=profile`` first, and all policies plan for what it wrote: two ranks on one core, for
+one, disturb each other and have less than half of its rates.
 Every policy's job runs at one time, and they take turns, a step each (`benchmarks.turns`): the others sleep, and a
 machine that changes its speed changes it for all of them. A gain is the median, over the cycles, of the best even
 policy's step over ours in the same cycle. CPU seconds of all ranks say whether policies did the same work.
@@ -14,13 +16,29 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prediction import BEDS, GQA, MHA, UNTIMED, Setting, core_rates, in_a_process, job_config
+import yaml
+
+from benchmarks.prediction import (
+    BEDS,
+    GQA,
+    MHA,
+    ROOT,
+    UNTIMED,
+    Setting,
+    cluster_config,
+    core_rates,
+    in_a_process,
+    job_config,
+    workload_overrides,
+)
 from benchmarks.turns import FAILED, Seat
 from hexiseq.plan import align
 from recipes.job import solve_config
@@ -30,19 +48,34 @@ POLICIES = ("hexiseq", *EVEN)
 CYCLE_SECONDS = 300.0  # that a cycle of steps may take
 
 
+def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
+    """What ``recipe=profile`` measures on a bed: a cluster's configuration. Raises RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "cluster" / "bed.yaml"
+        written.parent.mkdir()
+        as_it_should_be = yaml.safe_dump({"cluster": cluster_config(BEDS[bed], core_rates(None))})
+        written.write_text(f"# @package _global_\n{as_it_should_be}")
+        command = [sys.executable, "train.py", "--config-dir", folder, "recipe=profile", "+cluster=bed",
+                   *workload_overrides(kv_heads, seq_len), f"hydra.run.dir={folder}/run"]  # fmt: skip
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if said.returncode:
+            raise RuntimeError(f"{bed}: recipe=profile failed: {said.stderr.strip()[-2000:]}")
+        return yaml.safe_load((Path(folder) / "run" / "cluster.yaml").read_text())["cluster"]
+
+
 def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each step, and CPU seconds of all ranks in it, by policy; and why a policy does not run.
 
     Raises:
         RuntimeError: no even policy runs, or a job failed.
     """
-    rates = core_rates(options.rates)
-    found: dict[str, Any] = {"seconds": {}, "cpu_seconds": {}, "left_out": {}, "shares": {}}
+    cluster = profiled(bed, options.kv_heads, options.seq)
+    found: dict[str, Any] = {"cluster": cluster, "seconds": {}, "cpu_seconds": {}, "left_out": {}, "shares": {}}
     settings = {}
     for policy in POLICIES:
         setting = Setting(bed, options.kv_heads, options.seq, policy, "auto")
         try:
-            *_, plan = solve_config(job_config(setting, rates))
+            *_, plan = solve_config(job_config(setting, cluster))
         except ValueError as error:
             found["left_out"][policy] = str(error)
             continue
@@ -55,7 +88,7 @@ def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
     steps = UNTIMED + options.steps
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool:
         jobs = {
-            pool.submit(in_a_process, setting, rates, [Seat(Path(folder), number, len(settings)).to_argument()],
+            pool.submit(in_a_process, setting, cluster, [Seat(Path(folder), number, len(settings)).to_argument()],
                         steps, steps * CYCLE_SECONDS): policy
             for number, (policy, setting) in enumerate(settings.items())
         }  # fmt: skip
@@ -88,7 +121,6 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=8192, help="tokens (%(default)s)")
     parser.add_argument("--kv-heads", type=int, default=MHA, choices=(MHA, GQA), help="of 8 query heads (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each policy (%(default)s)")
-    parser.add_argument("--rates", type=Path, help="a cluster that recipe=profile wrote on one core")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.steps < 1:

@@ -102,7 +102,7 @@ class TakesTurns(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         # The turn by its number: after the last step this job may have it still, until its first rank has passed it on.
-        self.seat.wait(len(self.steps) * self.seat.count + self.seat.number)
+        self._wait(trainer, len(self.steps) * self.seat.count + self.seat.number)
         self._start = time.perf_counter(), time.process_time()
 
     @override
@@ -115,4 +115,10 @@ class TakesTurns(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seat.wait(len(self.steps) * self.seat.count)  # what an end costs is in nobody's step
+        self._wait(trainer, len(self.steps) * self.seat.count)  # what an end costs is in nobody's step
+
+    def _wait(self, trainer: pl.Trainer, turn: int) -> None:
+        """One rank looks, and all go on at one moment: who sees a turn late is not late in a step."""
+        if trainer.is_global_zero:
+            self.seat.wait(turn)
+        dist.barrier()

@@ -36,7 +36,7 @@ def test_beds_hold_on_two_cores(bed: str) -> None:
 def record(name: str, truth: dict[str, float]) -> dict:
     """What a run would leave if it went exactly as the model says with the calibration `truth`."""
     setting = next(s for s in SETTINGS if s.name == name)
-    config = job_config(setting, core_rates(None))
+    config = job_config(setting, cluster_config(BEDS[setting.bed], core_rates(None)))
     made = {"config": config, "plan": solve_config(config)[2].to_dict(), "calibrates": setting.calibrates}
     said = forecast(made, truth)
     steps = [
