@@ -96,12 +96,17 @@ class Device:
         return bool(self.attention_curve or self.causal_curve)
 
     def attention_fraction(self, edge: Any, *, causal: bool = False) -> Any:
-        """Fraction of its attention rates in tiles of such an edge, a number or an array of them."""
+        """Fraction of its attention rates in tiles of such an edge, a number or an array of them.
+
+        A causal square is two of half the edge and a full tile, so that beyond the last edge what it takes longer than
+        a full tile of as many pairs halves when the edge doubles.
+        """
         curve = (causal and self.causal_curve) or self.attention_curve
         if not curve:
             return np.ones(np.shape(edge))
         edges, fractions = zip(*curve, strict=True)
-        return np.interp(np.log(np.maximum(edge, 1.0)), np.log(edges), fractions)
+        reached = np.interp(np.log(np.maximum(edge, 1.0)), np.log(edges), fractions)
+        return 1 / (1 + (1 / reached - 1) / np.maximum(np.divide(edge, edges[-1]), 1.0))
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -48,7 +48,9 @@ def test_attention_reaches_its_rate_by_the_edge_of_a_tile():
     device = device_from_config({**GPU, **curves})
     assert device.attention_fraction(256) == pytest.approx(0.75)  # half-way from 64 to 1024 by the logarithm
     assert device.attention_fraction([1, 64, 1024, 1e6]).tolist() == [0.5, 0.5, 1, 1]
-    assert device.attention_fraction([128, 5000], causal=True).tolist() == pytest.approx([0.5, 0.75])
+    assert device.attention_fraction([128, 256], causal=True).tolist() == pytest.approx([0.5, 0.75])
+    # A square takes 4/3 as long as its pairs do in full tiles, one of twice the edge 7/6, and so on.
+    assert device.attention_fraction([512, 1024], causal=True).tolist() == pytest.approx([6 / 7, 12 / 13])
     plain, full = device_from_config(GPU), device_from_config({**GPU, "attention_curve": [[64, 0.5], [1024, 1]]})
     assert (plain.curved, full.curved, plain.attention_fraction(1)) == (False, True, 1)
     assert full.attention_fraction(256, causal=True) == pytest.approx(0.75)

@@ -136,10 +136,17 @@ def attended(group, window):
 
 
 def reached(curve, edge):
-    """Fraction of its rate a device reaches in tiles of such an edge, linear in the logarithm between two points."""
+    """Fraction of its rate a device reaches in tiles of such an edge, linear in the logarithm between two points.
+
+    Beyond the curve's end what is lost is in proportion to the edge, along the diagonal, and not to its square.
+    """
     if not curve:
         return 1.0
-    edge = min(max(edge, curve[0][0]), curve[-1][0])
+    last, fraction = curve[-1]
+    if edge > last:
+        lost = (last**2 / fraction - last**2) * edge / last
+        return edge**2 / (edge**2 + lost)
+    edge = max(edge, curve[0][0])
     below = max(point for point in curve if point[0] <= edge)
     above = min(point for point in curve if point[0] >= edge)
     part = math.log(edge / below[0]) / math.log(above[0] / below[0]) if above > below else 0.0
