@@ -17,8 +17,8 @@ from hexiseq.profile.rates import quantile
 
 SIZES = {"cpu": (4_096, 65_536, 1_048_576, 4_194_304), "cuda": (4_096, 262_144, 4_194_304, 67_108_864)}  # bytes
 MOST_PAIRS = 3  # within a node
-# A sample is of as many exchanges as take so long. On CPUs it is of one, and there are more of them: who waits for whom to
-# get a core is chance, which a few long samples meet more or less of, while the quarter of many short ones is steady.
+# A sample is of as many exchanges as take so long. On CPUs it is of one, and there are more samples: who waits for whom
+# to get a core is chance, which a few long ones meet more or less of, while the quarter of many short ones is steady.
 SAMPLE_SECONDS = {"cpu": 0.0, "cuda": 0.02}
 USUAL = {"cpu": 0.25, "cuda": 0.0}  # the part of the samples that are faster than what counts
 MOST_REPEATS = 50
