@@ -45,7 +45,7 @@ from recipes.job import solve_config
 
 EVEN = ("ring", "ulysses", "usp")
 POLICIES = ("hexiseq", *EVEN)
-CYCLE_SECONDS = 300.0  # that a cycle of steps may take
+CYCLE_SECONDS = 300  # that a cycle of steps may take, or a profile
 
 
 def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
         written.write_text(f"# @package _global_\n{as_it_should_be}")
         command = [sys.executable, "train.py", "--config-dir", folder, "recipe=profile", "+cluster=bed",
                    *workload_overrides(kv_heads, seq_len), f"hydra.run.dir={folder}/run"]  # fmt: skip
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CYCLE_SECONDS)
         if said.returncode:
             raise RuntimeError(f"{bed}: recipe=profile failed: {said.stderr.strip()[-2000:]}")
         return yaml.safe_load((Path(folder) / "run" / "cluster.yaml").read_text())["cluster"]
@@ -123,8 +123,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each policy (%(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error(f"--steps must be at least 1, got {options.steps}")
+    for name, limit in (("steps", 1), ("seq", 256)):
+        if getattr(options, name) < limit:
+            parser.error(f"--{name} must be at least {limit}, got {getattr(options, name)}")
     rows, loads, everything = [], [], {}
     for bed in options.beds:
         try:

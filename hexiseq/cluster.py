@@ -44,7 +44,8 @@ class Device:
         attention_curve: fractions of the attention rates, forward and backward, that full tiles reach by their edge,
             the root of queries times keys; between two edges linear in their logarithm, beyond the ends constant. They
             ascend, the last one is 1. Empty: 1 everywhere.
-        causal_curve: the same of causal squares, whose last fraction may be below 1. Empty: as `attention_curve`.
+        causal_curve: the same of causal squares, whose last fraction may be below 1; beyond the last edge they lose
+            ever less (`attention_fraction`). Empty: as `attention_curve`.
         host_gb_per_s: achieved copying between device and pinned host memory, either way; None: not known, and no job
             with the device offloads.
     """
@@ -98,20 +99,29 @@ class Device:
     def attention_fraction(self, edge: Any, *, causal: bool = False) -> Any:
         """Fraction of its attention rates in tiles of such an edge, a number or an array of them.
 
-        A causal square is two of half the edge and a full tile, so that beyond the last edge what it takes longer than
-        a full tile of as many pairs halves when the edge doubles.
+        A causal square is two of half the edge and a full tile: beyond the last edge of its curve, what it takes longer
+        than full tiles of as many pairs halves when the edge doubles. It is no faster than a full tile of its edge.
         """
         curve = (causal and self.causal_curve) or self.attention_curve
         if not curve:
             return np.ones(np.shape(edge))
-        edges, fractions = zip(*curve, strict=True)
-        reached = np.interp(np.log(np.maximum(edge, 1.0)), np.log(edges), fractions)
-        return 1 / (1 + (1 / reached - 1) / np.maximum(np.divide(edge, edges[-1]), 1.0))
+        reached = _along(curve, edge)
+        if curve is self.attention_curve:
+            return reached
+        further = 1 / (1 + (1 / reached - 1) / np.maximum(np.divide(edge, curve[-1][0]), 1.0))
+        full = _along(self.attention_curve, edge) if self.attention_curve else 1.0
+        return np.maximum(reached, np.minimum(further, full))
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """The attention kernels that can run on it."""
         return CPU_KERNELS if self.vendor == "cpu" else tuple(kernel for kernel in KERNELS if kernel != "cpu")
+
+
+def _along(curve: Sequence[tuple[float, float]], edge: Any) -> Any:
+    """Fractions at these edges, linear in their logarithm between two points of the curve, constant beyond its ends."""
+    edges, fractions = zip(*curve, strict=True)
+    return np.interp(np.log(np.maximum(edge, 1.0)), np.log(edges), fractions)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from hexiseq.profile.rates import quantile
 SIZES = {"cpu": (4_096, 65_536, 1_048_576, 4_194_304), "cuda": (4_096, 262_144, 4_194_304, 67_108_864)}  # bytes
 MOST_PAIRS = 3  # within a node
 # A sample is of as many exchanges as take so long. On CPUs it is of one, and there are more samples: who waits for whom
-# to get a core is chance, which a few long ones meet more or less of, while the quarter of many short ones is steady.
+# to get a core is chance, which a few long ones meet more or less of, while the tenth of many short ones is steady.
 SAMPLE_SECONDS = {"cpu": 0.0, "cuda": 0.02}
-USUAL = {"cpu": 0.25, "cuda": 0.0}  # the part of the samples that are faster than what counts
+LOW = {"cpu": 0.1, "cuda": 0.0}  # the part of the samples that are faster than what counts
 MOST_REPEATS = 50
 MOST_ROUNDS = {"cpu": 400, "cuda": 40}
 LEAST_ROUNDS = 3
@@ -113,7 +113,7 @@ def measure_links(nodes: Sequence[str], device: torch.device, seconds: float, ti
             continue
         kind, reach, ranks = link
         share = 1.0 if kind == "p2p" else (len(ranks) - 1) / len(ranks)  # a rank's own part stays where it is
-        times = [quantile(samples[i * len(sizes) + j], USUAL[device.type]) for j in range(len(sizes))]
+        times = [quantile(samples[i * len(sizes) + j], LOW[device.type]) for j in range(len(sizes))]
         found.append({"kind": kind, "reach": reach, "ranks": ranks, "bytes": [share * _whole(size, ranks, kind) for size
                                                                               in sizes], "seconds": times})  # fmt: skip
     return {"links": found}

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import heapq
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-import mip.cbc  # loads the library here and now, a tenth of a second that is not the search's
+import mip
 
 from hexiseq.plan import fragments
 
@@ -22,13 +22,30 @@ PIECE = 5e-4  # of the group's ideal time: what one kernel call or KV copy less 
 MOST_NODES = 2000
 
 
-def integer_program() -> mip.Model | None:
-    """An empty minimisation in nanoseconds that repeats bit for bit; None, and a warning, where CBC is not there."""
-    try:
-        program = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
-    except Exception as error:  # what a library that did not load leads to
-        _warn(error)
-        return None
+Answer = TypeVar("Answer")
+
+
+def or_none(program: Callable[..., Answer]) -> Callable[..., Answer | None]:
+    """A function that builds, solves and reads a program: where the solver fails, None and a warning.
+
+    There are rules of thumb in place of every program.
+    """
+
+    @functools.wraps(program)
+    def run(*args: Any) -> Answer | None:
+        try:
+            return program(*args)
+        except Exception as error:  # whatever a native solver, its binding or its absence leads to
+            warnings.warn(f"the integer program's solver failed ({type(error).__name__}: {error}); the plan is made by "
+                          "rounding and may be slower", stacklevel=2)  # fmt: skip
+            return None
+
+    return run
+
+
+def integer_program() -> mip.Model:
+    """An empty minimisation in nanoseconds that repeats bit for bit."""
+    program = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
     program.verbose, program.threads, program.seed = 0, 1, 1
     program.preprocess = program.cuts = 0  # cost more than they save on programs this small
     program.max_mip_gap, program.max_mip_gap_abs = 1e-6, 1.0
@@ -36,18 +53,9 @@ def integer_program() -> mip.Model | None:
 
 
 def solved(program: mip.Model) -> bool:
-    """Run the solver; whether it found anything. A failure is no more than a warning: there are rules of thumb."""
-    try:
-        program.optimize(max_nodes=MOST_NODES)
-    except Exception as error:  # whatever a native solver or its binding raises
-        _warn(error)
-        return False
+    """Run the solver; whether it found anything."""
+    program.optimize(max_nodes=MOST_NODES)
     return bool(program.num_solutions)
-
-
-def _warn(error: Exception) -> None:
-    warnings.warn(f"the integer program's solver failed ({type(error).__name__}: {error}); the plan is made by "
-                  "rounding and may be slower", stacklevel=3)  # fmt: skip
 
 
 # Heads ---------------------------------------------------------------------------------------------------------
@@ -135,14 +143,14 @@ def _deal(total: int, seconds: Sequence[float], launch: Sequence[float], limits:
     return sizes
 
 
+@or_none
 def _best_path(options: list[list[Range]], least: float, piece: float, total: int) -> list[Range] | None:
     """One range per member, each starting where the last ended: least ``finish + piece * pieces``.
 
     No cut finishes before `least`. Counting only the time beyond it makes the relaxation tight: half a long range and
     half a short one cost half of the excess, not nothing.
     """
-    if (program := integer_program()) is None:
-        return None
+    program = integer_program()
     excess = program.add_var(name="excess")
     arriving: dict[int, list[mip.Var]] = {}
     taken, pieces = [], []

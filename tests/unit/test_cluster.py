@@ -46,6 +46,8 @@ def test_places_links_and_devices():
 def test_attention_reaches_its_rate_by_the_edge_of_a_tile():
     curves = {"attention_curve": [[64, 0.5], [1024, 1]], "causal_curve": [[64, 0.25], [256, 0.75]]}
     device = device_from_config({**GPU, **curves})
+    wide = device_from_config({**GPU, "attention_curve": [[64, 0.5], [1048576, 1]], "causal_curve": [[1, 0.5]]})
+    assert wide.attention_fraction([8, 1024], causal=True).tolist() == wide.attention_fraction([8, 1024]).tolist()
     assert device.attention_fraction(256) == pytest.approx(0.75)  # half-way from 64 to 1024 by the logarithm
     assert device.attention_fraction([1, 64, 1024, 1e6]).tolist() == [0.5, 0.5, 1, 1]
     assert device.attention_fraction([128, 256], causal=True).tolist() == pytest.approx([0.5, 0.75])

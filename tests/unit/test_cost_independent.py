@@ -136,21 +136,26 @@ def attended(group, window):
 
 
 def reached(curve, edge):
-    """Fraction of its rate a device reaches in tiles of such an edge, linear in the logarithm between two points.
-
-    Beyond the curve's end what is lost is in proportion to the edge, along the diagonal, and not to its square.
-    """
+    """Fraction of its rate a device reaches in tiles of such an edge, linear in the logarithm between two points."""
     if not curve:
         return 1.0
-    last, fraction = curve[-1]
-    if edge > last:
-        lost = (last**2 / fraction - last**2) * edge / last
-        return edge**2 / (edge**2 + lost)
-    edge = max(edge, curve[0][0])
+    edge = min(max(edge, curve[0][0]), curve[-1][0])
     below = max(point for point in curve if point[0] <= edge)
     above = min(point for point in curve if point[0] >= edge)
     part = math.log(edge / below[0]) / math.log(above[0] / below[0]) if above > below else 0.0
     return below[1] + part * (above[1] - below[1])
+
+
+def reached_in_square(device, edge):
+    """The same of a causal square. Beyond the curve's end what is lost is along the diagonal, in proportion to the edge
+    and not to its square; but it is no faster than a full tile."""
+    if not device.causal_curve:
+        return reached(device.attention_curve, edge)
+    last, fraction = device.causal_curve[-1]
+    if edge <= last:
+        return reached(device.causal_curve, edge)
+    lost = (last**2 / fraction - last**2) * edge / last
+    return max(fraction, min(edge**2 / (edge**2 + lost), reached(device.attention_curve, edge)))
 
 
 @dataclasses.dataclass
@@ -175,7 +180,7 @@ def kernels(plan, replica, shard, group, route, window, site, model, backward):
             tile = (call.queries.stop - call.queries.start) * (call.keys.stop - call.keys.start)
             plain, longer = plain + tile, longer + tile / reached(device.attention_curve, tile**0.5)
     found = Kernels(
-        flops * own_pairs / rate / reached(device.causal_curve or device.attention_curve, (2 * own_pairs) ** 0.5),
+        flops * own_pairs / rate / reached_in_square(device, (2 * own_pairs) ** 0.5),
         flops * other_pairs / rate * (longer / plain if plain else 1.0),
     )
     # A sum is read and written in fp32, a part read; two log-sum-exps read and one written.

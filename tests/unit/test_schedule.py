@@ -467,13 +467,15 @@ def test_shares_are_those_of_a_linear_program(seed):
     assert found.linear_seconds + slowest == pytest.approx(program.objective_value, rel=1e-6)
 
 
-def test_a_solver_that_is_not_there_is_a_warning_and_heads_are_dealt(monkeypatch):
-    def missing(*_, **__):
+@pytest.mark.parametrize("broken", ["mip.Model", "mip.Model.add_var", "mip.Model.add_constr", "mip.Model.optimize",
+                                    "mip.Model.num_solutions", "mip.Var.x"])  # fmt: skip
+def test_a_solver_that_fails_anywhere_is_a_warning_and_heads_are_dealt(broken, monkeypatch):
+    def fails(*_, **__):
         raise NameError("name 'cbclib' is not defined")
 
     seconds, launch, limits = (1.4, 1.9, 3.2, 3.5, 1.2, 2.8), (1e-3,) * 6, (64,) * 6
     cut_heads.cache_clear()
-    monkeypatch.setattr("mip.Model", missing)
+    monkeypatch.setattr(broken, property(fails) if broken.endswith(("num_solutions", ".x")) else fails)
     with pytest.warns(UserWarning, match="solver failed.*cbclib.*made by rounding"):
         assert cut_heads(64, 8, seconds, launch, limits) == deal_heads(64, seconds, launch, limits)
     cut_heads.cache_clear()

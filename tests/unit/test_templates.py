@@ -78,6 +78,11 @@ def test_the_program_finds_the_best_numbers():
         assert _best_numbers(templates, held * WHOLE / best * 0.99, counts) is None
 
 
+def test_the_program_finds_numbers_that_a_row_for_the_least_would_hide():
+    devices, held = np.array([[2], [3]]), np.array([32453.403301558603, 52684.21052631578])
+    assert _best_numbers(Templates(devices, devices * 0, held), held, np.array([57])).tolist() == [0, 19]
+
+
 def test_groupings_use_every_device_once():
     kinds = kinds_of((2, 4), (3, 4), (1, 2))
     seen = list(template_groupings(kinds, 16, 8, (1.0, 1.0), 9000, 4000, 1e9, lambda: False))
