@@ -133,12 +133,13 @@ class Search:
             if index and (self.options.late(any_fits) or index >= (JUDGED if any_fits else 3 * JUDGED)):
                 break
             if (layout := self.settle(grouping, self.round_slots)) is not None:
-                judged.append((self.offer(layout), index, grouping))
+                judged.append((self.by_width(layout)[0], index, grouping))
         judged.sort(key=lambda item: item[:2])
         coarse: list[tuple[float, int, Layout]] = []
         for _, _, grouping in judged if refine and len(self.places) <= FEW_RANKS else ():
             for layout in self.coarse(grouping):
-                coarse.append((self.offer(layout), len(coarse), layout))
+                seconds, layout = self.by_width(layout)
+                coarse.append((seconds, len(coarse), layout))
                 if self.options.late():
                     break
         for _, _, layout in sorted(coarse, key=lambda item: item[:2])[:MOST_REORDERED]:
@@ -148,7 +149,7 @@ class Search:
                         self.offer(narrow)
         for place, (_, _, grouping) in enumerate(judged[:REFINED] if refine else ()):
             for layout in self.refine(grouping, other_totals=place == 0):
-                self.offer(layout)
+                self.by_width(layout)
                 if self.options.late():
                     break
         if refine:
@@ -235,6 +236,16 @@ class Search:
             return math.inf
         self.best, self.seconds = layout, seconds
         return seconds
+
+    def by_width(self, layout: Layout) -> tuple[float, Layout]:
+        """The faster of the layout and those with narrower calls, all of them offered, and its seconds.
+
+        Compared by their widest calls alone, layouts of few large slots would lose for the gradients of their last one.
+        """
+        options = [layout, *(self.narrower(layout) if layout.exchange == "ring" else ())]
+        seconds = [self.offer(one) for one in options]
+        best = min(range(len(options)), key=seconds.__getitem__)
+        return seconds[best], options[best]
 
     # Groupings -------------------------------------------------------------------------------------------------
 

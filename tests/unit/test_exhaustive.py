@@ -545,7 +545,7 @@ def test_no_plan_is_faster_on_clusters_drawn(seed):
     check(draw_case(seed))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIG_CASES)
 def test_no_plan_is_faster_among_more(name):
     check(BIG_CASES[name])
@@ -557,7 +557,7 @@ def test_no_plan_is_faster_on_more_clusters_drawn(seed):
     check(draw_case(seed))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", BIG_SEEDS)
 def test_no_plan_is_faster_on_larger_clusters_drawn(seed):
     check(draw_case(seed))
