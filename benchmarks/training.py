@@ -57,7 +57,10 @@ def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
         written.write_text(f"# @package _global_\n{as_it_should_be}")
         command = [sys.executable, "train.py", "--config-dir", folder, "recipe=profile", "+cluster=bed",
                    *workload_overrides(kv_heads, seq_len), f"hydra.run.dir={folder}/run"]  # fmt: skip
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CYCLE_SECONDS)
+        try:
+            said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CYCLE_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{bed}: recipe=profile took longer than {CYCLE_SECONDS} s") from error
         if said.returncode:
             raise RuntimeError(f"{bed}: recipe=profile failed: {said.stderr.strip()[-2000:]}")
         return yaml.safe_load((Path(folder) / "run" / "cluster.yaml").read_text())["cluster"]
