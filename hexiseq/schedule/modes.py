@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from hexiseq.cluster import Cluster
-from hexiseq.cost import OutOfMemory
+from hexiseq.cost import OutOfMemory, lower_bound
 from hexiseq.plan import RECOMPUTE_MODES, Gain, Plan, Rival
 from hexiseq.schedule.even import IllegalPolicy
-from hexiseq.schedule.solve import solve
+from hexiseq.schedule.solve import even_rivals, solve
 from hexiseq.workload import Workload
 
 NEARLY_FULL = 0.9  # of what a plan may fill of a device, from which its mode is tried with offload, too
@@ -37,43 +38,61 @@ def solve_modes(
     Of modes equally fast the first is taken. A rival's row is that of its own best mode, and the first of the plan's
     gains, ``modes``, what the even policies lose by having the plan's mode and not their own. Offload makes nothing
     faster but by the memory it frees: where the same mode comes without it, too, it is left out unless memory binds
-    there, for the policy or a rival.
+    there, for the policy or a rival. A mode whose lower bound the best plan so far reaches is one for rivals alone.
 
     Raises:
         OutOfMemory, IllegalPolicy: no mode has a plan; the error is that of the mode that lacks least memory.
     """
-    found: list[tuple[Plan, Workload]] = []
+    start = time.perf_counter()
+    rivals = options.get("rivals", True)
+    for_rivals = {name: options[name] for name in ("slot", "exchange", "time_limit_seconds") if name in options}
+    best: tuple[Plan, Workload] | None = None
+    rows: list[tuple[Rival, ...]] = []
     errors: list[ValueError] = []
-    roomy: set[Workload] = set()
+    fitting: set[Workload] = set()  # modes in which no rival lacks memory
+    roomy: set[Workload] = set()  # of these, ones in which the plan is not nearly full either
     for workload in workloads:
-        if workload.offload and dataclasses.replace(workload, offload=False) in roomy:
+        base = dataclasses.replace(workload, offload=False)
+        if workload.offload and base in roomy:
+            continue
+        hopeless = policy == "hexiseq" and best is not None and lower_bound(cluster, workload) >= _seconds(best[0])
+        if hopeless and (not rivals or (workload.offload and base in fitting)):
             continue
         try:
-            found.append((solve(cluster, workload, policy, **options), workload))
+            if hopeless:
+                assert best is not None
+                found, full = (*even_rivals(cluster, workload, **for_rivals), best[0].rivals[-1]), True
+            else:
+                plan = solve(cluster, workload, policy, **options)
+                found, full = plan.rivals, _nearly_full(plan)
+                if best is None or _seconds(plan) < _seconds(best[0]):
+                    best = plan, workload
         except (OutOfMemory, IllegalPolicy) as error:
             errors.append(error)
             continue
-        if not _tight(found[-1][0]):
-            roomy.add(workload)
-    if not found:
+        rows.append(found)
+        if all(row.status != "out_of_memory" for row in found):
+            fitting.add(workload)
+            if not full:
+                roomy.add(workload)
+    if best is None:
         lacking = [error for error in errors if isinstance(error, OutOfMemory)]
         raise min(lacking, key=lambda error: error.shortage.lacking_gb) if lacking else errors[0]
-    plan, workload = min(found, key=lambda item: _seconds(item[0]))
-    rows = tuple(_best_row([other.rivals[i] for other, _ in found]) for i in range(len(plan.rivals)))
+    plan, workload = best
+    of_all = tuple(map(_best_row, zip(*rows, strict=True)))
     gains = plan.gains
     before = next((row.step_seconds for row in plan.rivals if row.name == "even"), None)
-    after = next((row.step_seconds for row in rows if row.name == "even"), None)
+    after = next((row.step_seconds for row in of_all if row.name == "even"), None)
     if gains and before and after and len(workloads) > 1:
         gains = (Gain("modes", after / before), *gains)
-    spent = sum(other.solve_seconds or 0.0 for other, _ in found)
-    return plan.annotated(rivals=rows, gains=gains, solve_seconds=spent), workload
+    return plan.annotated(rivals=of_all, gains=gains, solve_seconds=time.perf_counter() - start), workload
 
 
-def _tight(plan: Plan) -> bool:
-    """Whether more memory might make the plan or one of its rivals faster."""
+def _nearly_full(plan: Plan) -> bool:
+    """Whether a device is, so that more memory might make the plan faster."""
     assert plan.predicted is not None
     used = zip(plan.predicted.memory_gb, plan.predicted.memory_limit_gb, strict=True)
-    return any(rival.status == "out_of_memory" for rival in plan.rivals) or any(u > NEARLY_FULL * m for u, m in used)
+    return any(u > NEARLY_FULL * m for u, m in used)
 
 
 def _best_row(rows: Sequence[Rival]) -> Rival:

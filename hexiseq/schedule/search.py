@@ -154,8 +154,6 @@ class Search:
                     break
         if refine:
             self.mix()
-        for layout in self.narrower(self.best) if self.best is not None else ():
-            self.offer(layout)
         # The search is for one exchange; where it is open, its outcome is judged with the other, too.
         if (found := self.best or self.misfit) is not None:
             for layout in exchanges(found, self.options.exchange)[1:]:
@@ -184,10 +182,10 @@ class Search:
             FUSED_TOKENS[0], below, lambda: self.options.late(self.best is not None),
         ):  # fmt: skip
             if (layout := self.settle(grouping, self.exact_slots)) is not None:
-                tried.append((self.offer(layout), len(tried), grouping))
+                tried.append((self.by_width(layout)[0], len(tried), grouping))
         for _, _, grouping in sorted(tried, key=lambda item: item[:2])[:1]:
             for layout in self.refine(grouping[::-1], other_totals=True):
-                self.offer(layout)
+                self.by_width(layout)
 
     def kinds(self, layout: Layout, room: np.ndarray, alone: np.ndarray) -> Kinds:
         """The kinds of devices, with what a layout says of their memory."""

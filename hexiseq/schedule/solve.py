@@ -82,27 +82,14 @@ def solve(
         raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if (policy == "manual") != (manual is not None):
         raise ValueError("policy manual and a plan go together: give strategy=manual strategy.plan=FILE")
-    most = workload.seq_len // 2 * 2
-    if slot is not None and not (isinstance(slot, int) and not isinstance(slot, bool) and 2 <= slot <= most
-                                 and slot % 2 == 0):  # fmt: skip
-        raise ValueError(f"strategy.slot must be an even number of tokens from 2 to seq_len, here {most}, or null, "
-                         f"got {slot!r}")  # fmt: skip
-    if exchange not in (None, "auto", *EXCHANGES):
-        raise ValueError(f"strategy.exchange {exchange!r} is not one of auto, {', '.join(EXCHANGES)}")
-    exchange = None if exchange == "auto" else exchange
-    if manual is not None and exchange not in (None, manual.exchange):
+    options = _options(workload, slot, exchange, time_limit_seconds)
+    if manual is not None and options.exchange not in (None, manual.exchange):
         raise ValueError(f"strategy.exchange is {exchange}, the manual plan's exchange {manual.exchange}; "
                          "set strategy.exchange=auto, or change the plan")  # fmt: skip
     if manual is not None and slot not in (None, manual.slot):
         raise ValueError(f"strategy.slot is {slot}, the manual plan's slot {manual.slot}; set strategy.slot=null, or "
                          "change the plan")  # fmt: skip
-    if (not isinstance(time_limit_seconds, (int, float)) or isinstance(time_limit_seconds, bool)
-            or not 0 < time_limit_seconds < math.inf):  # fmt: skip
-        raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")
-    _check_dtype(cluster, workload)
-    cost.check_offload(workload, cluster.places)
-    options = Options(slot, exchange, time.thread_time() + time_limit_seconds)
-    everyone = Job(cluster, cluster.places, workload)
+    everyone = _job(cluster, workload)
     found: dict[str, Draft | ValueError] = {}
     if rivals or policy != "manual":
         found = even_policies(everyone, options)
@@ -126,7 +113,7 @@ def solve(
                 own = _hexiseq(everyone, drop_devices, options, found)
             except (IllegalPolicy, OutOfMemory) as error:
                 own = error
-        rows = (*(_row(name, found[name]) for name in EVEN_POLICIES), _row("hexiseq", own))
+        rows = (*_even_rows(found), _row("hexiseq", own))
     assert chosen.predicted is not None
     bound = cost.bound(cluster, workload)
     return chosen.annotated(
@@ -136,6 +123,45 @@ def solve(
         rivals=rows,
         solve_seconds=time.perf_counter() - start,
     )
+
+
+def even_rivals(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    slot: int | None = None,
+    exchange: str | None = None,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
+) -> tuple[Rival, ...]:
+    """The rows of the even policies alone, as `solve` has them before that of ``hexiseq``.
+
+    Raises:
+        ValueError: as `solve`.
+    """
+    options = _options(workload, slot, exchange, time_limit_seconds)
+    return _even_rows(even_policies(_job(cluster, workload), options))
+
+
+def _options(workload: Workload, slot: int | None, exchange: str | None, time_limit_seconds: float) -> Options:
+    """What a user left open, if it is as it must be."""
+    most = workload.seq_len // 2 * 2
+    if slot is not None and not (isinstance(slot, int) and not isinstance(slot, bool) and 2 <= slot <= most
+                                 and slot % 2 == 0):  # fmt: skip
+        raise ValueError(f"strategy.slot must be an even number of tokens from 2 to seq_len, here {most}, or null, "
+                         f"got {slot!r}")  # fmt: skip
+    if exchange not in (None, "auto", *EXCHANGES):
+        raise ValueError(f"strategy.exchange {exchange!r} is not one of auto, {', '.join(EXCHANGES)}")
+    if (not isinstance(time_limit_seconds, (int, float)) or isinstance(time_limit_seconds, bool)
+            or not 0 < time_limit_seconds < math.inf):  # fmt: skip
+        raise ValueError(f"strategy.time_limit_seconds must be a positive number, got {time_limit_seconds!r}")
+    return Options(slot, None if exchange == "auto" else exchange, time.thread_time() + time_limit_seconds)
+
+
+def _job(cluster: Cluster, workload: Workload) -> Job:
+    """All of the cluster at work, if it can run the workload."""
+    _check_dtype(cluster, workload)
+    cost.check_offload(workload, cluster.places)
+    return Job(cluster, cluster.places, workload)
 
 
 def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:
@@ -554,6 +580,10 @@ def _longest(cluster: Cluster, workload: Workload, policy: str, drop_devices: bo
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return length(low) if low and length(low) >= 2 else 0
+
+
+def _even_rows(found: Mapping[str, Draft | ValueError]) -> tuple[Rival, ...]:
+    return tuple(_row(name, found[name]) for name in EVEN_POLICIES)
 
 
 def _row(name: str, found: Draft | Plan | ValueError) -> Rival:

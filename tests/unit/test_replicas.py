@@ -234,8 +234,15 @@ def test_too_many_sequences_for_even_replicas_are_said_to_be():
         solve(cluster, small_job(sequences=7), "ulysses")
 
 
-def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own():
+def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own(monkeypatch):
     cluster, workload = classes(h100=1, a100=1), job(seq_len=131072)
+    searched = []
+
+    def noted(cluster, workload, *args, **options):
+        searched.append(workload)
+        return solve(cluster, workload, *args, **options)
+
+    monkeypatch.setattr(sys.modules[solve_modes.__module__], "solve", noted)
     every = modes(workload, None, None)
     assert [(w.recompute, w.keep_parameters) for w in every][:3] == [
         ("none", False),
@@ -259,6 +266,12 @@ def test_the_mode_is_the_fastest_that_fits_and_rivals_have_their_own():
     if plan.gains:
         assert plan.gains[0].source == "modes"
         assert math.prod(g.factor for g in plan.gains) == pytest.approx(even / plan.predicted.step_seconds, rel=1e-9)
+    # What cannot win is not searched, but rivals may have it.
+    left = [mode for mode in every if mode not in searched]
+    assert [mode.recompute for mode in left] == ["full", "full"]
+    assert all(cost.lower_bound(cluster, mode) >= plan.predicted.step_seconds for mode in left)
+    quick, same = solve_modes(cluster, every, rivals=False, time_limit_seconds=60)
+    assert (quick.predicted, same, quick.rivals) == (plan.predicted, chosen, ())
 
 
 def test_offload_is_tried_where_memory_binds(monkeypatch):
