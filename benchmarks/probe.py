@@ -140,9 +140,9 @@ class Probe(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _map_blocks_from(262_144)
+        map_blocks_from(262_144)
         ctypes.CDLL(None).malloc_trim(0)
-        self._before = _status_bytes("VmRSS")
+        self._before = status_bytes("VmRSS")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -155,7 +155,7 @@ class Probe(pl.Callback):
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
         if trainer.global_step == MEMORY_STEP + 1:
             self._unkept.close()
-            _map_blocks_from(33_554_432)  # where it would be by now
+            map_blocks_from(33_554_432)  # where it would be by now
         if self._profile and trainer.global_step == trainer.max_steps - 1:
             self._open.enter_context(ranks.kernels_timed(cpu))
             self._clock = self._open.enter_context(Clock())
@@ -169,7 +169,7 @@ class Probe(pl.Callback):
 
     def _mark(self) -> None:
         clocks = {"wall": time.perf_counter(), "cpu": time.process_time()}
-        peak = _status_bytes("VmHWM") - self._before
+        peak = status_bytes("VmHWM") - self._before
         self._steps.append({**clocks, "peak_bytes": peak, "sent": dict(self._border.sent)})
 
     @override
@@ -199,7 +199,7 @@ def _buffers_let_go() -> Iterator[None]:
         yield
 
 
-def _map_blocks_from(size: int) -> None:
+def map_blocks_from(size: int) -> None:
     """Let glibc map and unmap blocks from so many bytes on, and keep smaller ones when they are free.
 
     By default the size grows to 32 MB, and kept blocks let the resident set creep to twice what is in use. Mapped
@@ -211,7 +211,7 @@ def _map_blocks_from(size: int) -> None:
     libc.mallopt(trim_threshold, 2 * size)
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

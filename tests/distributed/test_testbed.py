@@ -148,6 +148,17 @@ def test_gloo_runs_at_the_slower_links_cap(tmp_path: Path) -> None:
 
 
 @namespaces
+def test_collectives_are_held_against_the_circle() -> None:
+    command = [sys.executable, "scripts/slow_links.py", "0.02", "0.02", "--", sys.executable, "-m",
+               "benchmarks.collectives", "0.02"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    names, ratios = zip(*(line.split(": ") for line in done.stdout.splitlines()), strict=True)
+    assert names == ("2 ranks, all-gather", "2 ranks, reduce-scatter", "2 ranks, to the next rank")
+    assert all(float(ratio.split()[0]) > 0.9 for ratio in ratios)  # no faster than the links
+
+
+@namespaces
 def test_a_failed_rank_ends_the_others(tmp_path: Path) -> None:
     job = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(100)"
     command = [sys.executable, "scripts/slow_links.py", "0.05", "0.05", "--", sys.executable, "-c", job]
