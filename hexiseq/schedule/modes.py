@@ -49,18 +49,17 @@ def solve_modes(
     best: tuple[Plan, Workload] | None = None
     rows: list[tuple[Rival, ...]] = []
     errors: list[ValueError] = []
-    fitting: set[Workload] = set()  # modes in which no rival lacks memory
-    roomy: set[Workload] = set()  # of these, ones in which the plan is not nearly full either
+    roomy: set[Workload] = set()  # modes in which more memory would make nobody faster
     for workload in workloads:
-        base = dataclasses.replace(workload, offload=False)
-        if workload.offload and base in roomy:
+        if workload.offload and dataclasses.replace(workload, offload=False) in roomy:
             continue
         hopeless = policy == "hexiseq" and best is not None and lower_bound(cluster, workload) >= _seconds(best[0])
-        if hopeless and (not rivals or (workload.offload and base in fitting)):
+        if hopeless and not rivals:
             continue
         try:
             if hopeless:
                 assert best is not None
+                # How full ours would be is not known, so that rivals may have the mode with offload, too.
                 found, full = (*even_rivals(cluster, workload, **for_rivals), best[0].rivals[-1]), True
             else:
                 plan = solve(cluster, workload, policy, **options)
@@ -71,10 +70,8 @@ def solve_modes(
             errors.append(error)
             continue
         rows.append(found)
-        if all(row.status != "out_of_memory" for row in found):
-            fitting.add(workload)
-            if not full:
-                roomy.add(workload)
+        if not full and all(row.status != "out_of_memory" for row in found):
+            roomy.add(workload)
     if best is None:
         lacking = [error for error in errors if isinstance(error, OutOfMemory)]
         raise min(lacking, key=lambda error: error.shortage.lacking_gb) if lacking else errors[0]

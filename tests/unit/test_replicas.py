@@ -17,7 +17,8 @@ from hexiseq.schedule import IllegalPolicy, modes, solve, solve_modes
 from hexiseq.schedule.estimate import Alike, Job, even_estimate, kind_of
 from hexiseq.schedule.even import CONTEXT_FIRST, HEAD_FIRST, even_grid, exchanges, legal_widths
 from hexiseq.schedule.replicas import divisions, replica_numbers
-from hexiseq.schedule.solve import EVEN_POLICIES
+from hexiseq.schedule.solve import EVEN_POLICIES, even_rivals
+from hexiseq.workload import ModelShape, Workload
 from tests.unit.plans import with_hosts
 from tests.unit.test_schedule import A100, H100, L40S, LLAMA, job, mixed
 
@@ -306,6 +307,23 @@ def test_offload_is_tried_where_memory_binds(monkeypatch):
         solve(with_hosts(cluster, 150.0), chosen)
     with pytest.raises(ValueError, match="offload: device type a100_80 has no host_gb_per_s"):
         solve(classes(a100=1), chosen)
+
+
+def test_rivals_may_have_offload_in_a_mode_that_cannot_win():
+    # Every even policy fits with full recompute as it is, but faster grids of theirs with offload alone.
+    small = dataclasses.replace(H100, type="small", memory_gb=15.5)
+    model = ModelShape("eight heads", 8, 1024, 2048, 8, 8, 128, 32000)
+    node = Node("one", (*(Seat(H100),) * 6, *(Seat(small),) * 2), 5.0, 1, 25.0)
+    cluster = with_hosts(Cluster("eight", (node,)), 1000.0, 60.0)
+    every = modes(Workload(model, 1_132_288, "bfloat16", "full", 1, 1, False), None, False, None)
+    plan, chosen = solve_modes(cluster, every, time_limit_seconds=60)
+    assert (chosen.recompute, chosen.offload) == ("selective", True)
+    assert all(cost.lower_bound(cluster, mode) >= plan.predicted.step_seconds for mode in every[-2:])
+    without, with_offload = (even_rivals(cluster, mode, time_limit_seconds=60) for mode in every[-2:])
+    assert all(row.status == "ok" for row in without)
+    for row, a, b in zip(plan.rivals, without, with_offload, strict=False):
+        assert row.step_seconds <= min(a.step_seconds, b.step_seconds)
+    assert any(b.step_seconds < a.step_seconds for a, b in zip(without, with_offload, strict=True))
 
 
 def test_modes_asked_for_are_not_changed_and_none_that_fits_is_an_error():
