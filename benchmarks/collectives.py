@@ -48,11 +48,15 @@ def peak_bytes(collective: Callable[[], object]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("gb_per_s", type=float, help="of the links between ranks, each a node of its own")
+    parser.add_argument("gb_per_s", type=float, help="of the slowest of the links between ranks")
     options = parser.parse_args()
+    if options.gb_per_s <= 0:
+        parser.error(f"gb_per_s must be positive, got {options.gb_per_s:g}")
     map_blocks_from(262_144)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks < 2:
+        parser.error("one rank exchanges nothing; start at least two")
     part = torch.zeros(WHOLE_BYTES // 4 // ranks)
     whole, received = part.repeat(ranks), torch.empty_like(part)
 

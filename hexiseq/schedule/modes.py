@@ -11,7 +11,7 @@ from hexiseq.cluster import Cluster
 from hexiseq.cost import OutOfMemory, lower_bound
 from hexiseq.plan import RECOMPUTE_MODES, Gain, Plan, Rival
 from hexiseq.schedule.even import IllegalPolicy
-from hexiseq.schedule.solve import even_rivals, solve
+from hexiseq.schedule.solve import check_job, even_rivals, solve
 from hexiseq.workload import Workload
 
 NEARLY_FULL = 0.9  # of what a plan may fill of a device, from which its mode is tried with offload, too
@@ -38,7 +38,7 @@ def solve_modes(
     Of modes equally fast the first is taken. A rival's row is that of its own best mode, and the first of the plan's
     gains, ``modes``, what the even policies lose by having the plan's mode and not their own. Offload makes nothing
     faster but by the memory it frees: where the same mode comes without it, too, it is left out unless memory binds
-    there, for the policy or a rival. A mode whose lower bound the best plan so far reaches is one for rivals alone.
+    there, for the policy or a rival. A mode whose lower bound is not below the best plan so far is for rivals alone.
 
     Raises:
         OutOfMemory, IllegalPolicy: no mode has a plan; the error is that of the mode that lacks least memory.
@@ -55,6 +55,7 @@ def solve_modes(
             continue
         hopeless = policy == "hexiseq" and best is not None and lower_bound(cluster, workload) >= _seconds(best[0])
         if hopeless and not rivals:
+            check_job(cluster, workload)
             continue
         try:
             if hopeless:

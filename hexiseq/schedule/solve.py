@@ -89,7 +89,8 @@ def solve(
     if manual is not None and slot not in (None, manual.slot):
         raise ValueError(f"strategy.slot is {slot}, the manual plan's slot {manual.slot}; set strategy.slot=null, or "
                          "change the plan")  # fmt: skip
-    everyone = _job(cluster, workload)
+    check_job(cluster, workload)
+    everyone = Job(cluster, cluster.places, workload)
     found: dict[str, Draft | ValueError] = {}
     if rivals or policy != "manual":
         found = even_policies(everyone, options)
@@ -139,7 +140,8 @@ def even_rivals(
         ValueError: as `solve`.
     """
     options = _options(workload, slot, exchange, time_limit_seconds)
-    return _even_rows(even_policies(_job(cluster, workload), options))
+    check_job(cluster, workload)
+    return _even_rows(even_policies(Job(cluster, cluster.places, workload), options))
 
 
 def _options(workload: Workload, slot: int | None, exchange: str | None, time_limit_seconds: float) -> Options:
@@ -157,11 +159,10 @@ def _options(workload: Workload, slot: int | None, exchange: str | None, time_li
     return Options(slot, None if exchange == "auto" else exchange, time.thread_time() + time_limit_seconds)
 
 
-def _job(cluster: Cluster, workload: Workload) -> Job:
-    """All of the cluster at work, if it can run the workload."""
+def check_job(cluster: Cluster, workload: Workload) -> None:
+    """Raise ValueError where the cluster's devices or hosts cannot run the workload, whatever the plan."""
     _check_dtype(cluster, workload)
     cost.check_offload(workload, cluster.places)
-    return Job(cluster, cluster.places, workload)
 
 
 def _manual(plan: Plan, cluster: Cluster, workload: Workload) -> Plan:

@@ -332,6 +332,11 @@ def test_modes_asked_for_are_not_changed_and_none_that_fits_is_an_error():
     assert modes(workload, "full", True) == [dataclasses.replace(workload, recompute="full", keep_parameters=True)]
     with pytest.raises(cost.OutOfMemory, match="would fit"):
         solve_modes(cluster, modes(job(seq_len=50_000_000), None, None))
+    # A mode that cannot win must be one that can run.
+    two = [modes(workload, "selective", False)[0], modes(workload, "full", False, True)[0]]
+    for rivals in (True, False):
+        with pytest.raises(ValueError, match="offload: device type a100_80 has no host_gb_per_s"):
+            solve_modes(cluster, two, rivals=rivals)
 
 
 def test_even_replicas_divide_devices_and_sequences():
