@@ -38,7 +38,6 @@ from benchmarks.probe import MEMORY_STEP
 from hexiseq import launch, testbed
 from hexiseq.cluster import Cluster, device_from_config
 from hexiseq.cost import (
-    accumulator_bytes,
     busy_seconds,
     exposed_seconds,
     layer_bytes,
@@ -47,7 +46,7 @@ from hexiseq.cost import (
     predict,
     replica_cost,
 )
-from hexiseq.cost.traffic import Wires, parameter_traffic
+from hexiseq.cost.traffic import Wires, parameter_traffic, reduced_bytes
 from hexiseq.plan import Plan
 from hexiseq.workload import Workload
 from recipes import job as jobs
@@ -321,7 +320,7 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     extra = transfer + step  # of a whole core
     wires = Wires(cluster, places)
     busy = busy_seconds(plan, cluster, workload, places) + optimizer_seconds(workload, wires)
-    reduced = workload.model.parameters * accumulator_bytes(workload) * (1 - 1 / plan.world_size)
+    reduced = reduced_bytes(workload) * (1 - 1 / plan.world_size)
     passed = (GATHERED_BY_TWO if plan.world_size == 2 else 1.0) * (parameters - reduced) + REDUCED * reduced
     exposed = calibration.get("parameters", 0.0) * (wires.around(passed) - exposed_seconds(workload, wires))
     overhead = np.array([place.device.overhead_gb for place in places])

@@ -23,6 +23,11 @@ def accumulator_bytes(workload: Workload) -> int:
     return max(4, workload.element_bytes)
 
 
+def reduced_bytes(workload: Workload) -> int:
+    """Bytes of all gradients, as they are reduced once an optimizer step."""
+    return workload.model.parameters * accumulator_bytes(workload)
+
+
 def parameter_traffic(workload: Workload, ranks: Any) -> Any:
     """Bytes that pass each wire of the circle of ranks in an optimizer step: parameters gathered, gradients reduced.
 
@@ -35,7 +40,7 @@ def parameter_traffic(workload: Workload, ranks: Any) -> Any:
     model = workload.model
     gathers = 1 if workload.keep_parameters else 2
     gathered = gathers * model.layers * model.layer_parameters + model.embedding_parameters
-    size = workload.accumulation * gathered * workload.element_bytes + model.parameters * accumulator_bytes(workload)
+    size = workload.accumulation * gathered * workload.element_bytes + reduced_bytes(workload)
     return size * (ranks - 1) / ranks
 
 
