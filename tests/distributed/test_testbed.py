@@ -99,7 +99,7 @@ def test_a_job_trains_on_a_bed_as_elsewhere(tmp_path: Path, launcher: tuple[str,
     _, err = plain.communicate(timeout=300)
     assert plain.returncode == 0, err
     assert losses(tmp_path / "bed") == losses(tmp_path / "plain")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while left_behind(ranks[0]) + left_behind(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left_behind(ranks[0]) + left_behind(process.pid)
@@ -114,7 +114,7 @@ def test_nothing_stays_behind_a_job_that_is_ended(tmp_path: Path, number: signal
     assert len(left_behind(process.pid)) == 2 + 2 + 3
     process.send_signal(number)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while left_behind(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left_behind(process.pid)

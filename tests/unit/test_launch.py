@@ -53,7 +53,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gone(run_dir: Path) -> bool:
     pids = [int(path.read_text()) for path in run_dir.glob("pid*")]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
