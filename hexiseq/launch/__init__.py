@@ -31,6 +31,7 @@ from hexiseq.launch.worker import (
     requeue,
     settle,
     stay,
+    wake_quietly,
     worker,
     world_size,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "stay",
     "told",
     "visible_gpus",
+    "wake_quietly",
     "worker",
     "world_size",
 ]

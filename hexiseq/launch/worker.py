@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -126,10 +127,23 @@ def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths
         os.sched_setaffinity(0, usable)
     elif mine:
         log.warning("rank %d: cores %s are not available here; not pinned", rank(), list(mine))
+    wake_quietly()
     torch.set_num_threads(max(1, len(mine)))
     device = devices[rank()]
     os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
     os.environ["HEXISEQ_NODE"] = device.node
+
+
+def wake_quietly() -> None:
+    """From now on a thread of this process that wakes does not interrupt one that runs (`SCHED_BATCH`, `sched(7)`).
+
+    To be called before the first process group. The thread in which gloo talks to a peer spins while another one holds
+    that connection's lock. Woken by a message it would take the core from just that one, until its time slice ends: on
+    ranks that share a core, or have one, a message takes 0.1 to 0.3 ms instead of 2 to 4.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # some containers forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def hold_signals() -> None:

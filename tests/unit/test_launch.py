@@ -28,7 +28,16 @@ def main():
         raise RuntimeError("broken")
     if what == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if what != "fine":
+    if what == "settled":
+        import torch.distributed as dist
+        from hexiseq.plan import RankDevice
+        from hexiseq.testbed import Berth
+        launch.settle([RankDevice("cpu_core", "here", "cpu")] * 3, [()] * 3, [Berth()] * 3)
+        dist.init_process_group("gloo", init_method=f"file://{run_dir}/store", rank=rank, world_size=3)
+        dist.barrier()
+        for task in Path("/proc/self/task").iterdir():
+            print(os.sched_getscheduler(int(task.name)), (task / "comm").read_text(), end="", flush=True)
+    elif what != "fine":
         time.sleep(120)
     print("rank", rank, "done", flush=True)
 launch.worker(main, run_dir)
@@ -65,6 +74,14 @@ def test_every_rank_has_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     start(tmp_path, "fine")
     assert "rank 0 done" in capfd.readouterr().out
     assert "rank 2 done" in (tmp_path / "logs" / "rank2.log").read_text()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no SCHED_BATCH")
+def test_threads_that_talk_to_other_ranks_wake_quietly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "settled")
+    policies = [line.split() for line in capfd.readouterr().out.splitlines() if "gloo" in line]
+    assert policies
+    assert all(int(policy) == os.SCHED_BATCH for policy, *_ in policies)
 
 
 def test_a_users_error_comes_back_as_it_was_said(tmp_path: Path) -> None:
