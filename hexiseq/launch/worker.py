@@ -111,7 +111,7 @@ def stay(code: int, first: bool) -> None:
 
 
 def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths: Sequence[testbed.Berth]) -> None:
-    """Put this CPU rank on its device: quota, network, pinned to its cores, one thread a core; say which device it is.
+    """Put this rank on its device: quota, network, pinned to its cores, one thread a core; say which device it is.
 
     Args:
         cores: per rank, the cores it is pinned to; empty leaves it where the system puts it.
@@ -127,9 +127,10 @@ def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths
         os.sched_setaffinity(0, usable)
     elif mine:
         log.warning("rank %d: cores %s are not available here; not pinned", rank(), list(mine))
-    wake_quietly()
-    torch.set_num_threads(max(1, len(mine)))
     device = devices[rank()]
+    if device.kernel == "cpu":
+        wake_quietly()
+    torch.set_num_threads(max(1, len(mine)))
     os.environ["HEXISEQ_DEVICE_TYPE"] = device.type
     os.environ["HEXISEQ_NODE"] = device.node
 
