@@ -481,8 +481,8 @@ def announce(job: Job) -> None:
         print(
             f"REHEARSAL: this machine has none of {types}. The plan below is for the real cluster; its figures are "
             f"predictions.\n{table(job.target)}\nRunning it with {job.plan.world_size} CPU processes: the same groups, "
-            f"heads and token shares; {job.plan.seq_len:,} tokens and a small model. What is predicted of these steps is "
-            "their kernels and transfers; Python and gloo take as long or longer where steps are so small.",
+            f"heads and token shares; {job.plan.seq_len:,} tokens and a small model. What is predicted of these steps "
+            "is their kernels and transfers; Python and gloo take as long or longer where steps are so small.",
             flush=True,
         )
     print(f"{walltime}\nrun folder: {job.run_dir}", flush=True)
