@@ -1,13 +1,14 @@
 """Predicted against measured: real training steps on test beds made of one machine's cores (`hexiseq.testbed`).
 
-    python -m benchmarks.prediction run --json out.json [--rates profile.yaml] [--rounds 2] [--only NAME ...]
+    python -m benchmarks.prediction run --json out.json [--rates profile.yaml] [--only NAME ...]
     python -m benchmarks.prediction report --json out.json [--clock cpu] [--plot out.png]
 
 ``run`` trains each setting for a few steps in processes of its own, under a time limit, and writes what it finds to the
-JSON after each; settings that are there already are not run again. Of several rounds over all settings the faster run
-of each counts: a shared machine can be a fifth slower for minutes. ``report`` fits the calibration to the settings that
-are for it, judges it on the others, and prints the table: step time, peak memory above what a process holds before it
-has a model, and bytes handed to the process groups. Which settings calibrate is fixed in `SETTINGS`.
+JSON after each; settings that are there already are not run again. A file is one trial: a shared machine changes its
+speed by a third within the hour, and settings of different hours say nothing about each other. ``report`` fits the
+calibration to the settings that are for it, judges it on the others, and prints the table: step time, peak memory above
+what a process holds before it has a model, and bytes handed to the process groups. Which settings calibrate is fixed in
+`SETTINGS`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from hexiseq.workload import Workload
 from recipes import job as jobs
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = 6
+STEPS = 8
 UNTIMED = MEMORY_STEP + 2  # the first steps: to allocate, to measure memory, to settle after it
 LIMIT_SECONDS = 420.0  # of one setting
 LINK_GB_PER_S = 0.02  # of a slow one
@@ -185,7 +186,7 @@ def run_setting(
     return {"config": job.config, "plan": job.plan.to_dict(), "step_seconds": seconds, "ranks": ranks}
 
 
-def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], rounds: int, profile: bool) -> None:
+def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool) -> None:
     """Run the settings that the file lacks, each in a process of its own, and add them to it one by one."""
     found = json.loads(path.read_text()) if path.exists() else {"settings": {}}
     found["machine"] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
@@ -193,14 +194,10 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], rounds: int, 
     # Those that calibrate and those held back by turns: a machine that gets slower must not look like a wrong model.
     known, judged = ([s for s in SETTINGS if s.calibrates is what] for what in (True, False))
     order = [s for pair in itertools.zip_longest(known, judged) for s in pair if s is not None]
-    for number, setting in itertools.product(range(1, rounds + 1), order):
-        if only and setting.name not in only:
-            continue
+    for setting in order:
         key = _key(setting, rates)
-        before = found["settings"].get(setting.name)
-        if before is not None and before["key"] != key:
-            before = None
-        if before is not None and before["status"] != "failed" and before.get("rounds", 1) >= number:
+        before = found["settings"].get(setting.name, {"key": None})
+        if (only and setting.name not in only) or (before["key"] == key and before["status"] != "failed"):
             continue
         ranks = BEDS[setting.bed]
         needs = {"quota": any(r.quota for r in ranks), "namespaces": any(r.gb_per_s < 1 for r in ranks)}
@@ -214,20 +211,10 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], rounds: int, 
         result |= {"load_before": load, "wall_seconds": time.monotonic() - started}
         print(f"{setting.name}: {result['status']} {result.get('reason') or ''} in {result['wall_seconds']:.0f} s",
               flush=True)  # fmt: skip
-        record = {"key": key, "calibrates": setting.calibrates, "rounds": number}
-        found["settings"][setting.name] = {**_faster(before, result), **record}
+        found["settings"][setting.name] = {**result, "key": key, "calibrates": setting.calibrates}
         part = path.with_suffix(".part")
         part.write_text(json.dumps(found))
         part.replace(path)
-
-
-def _faster(before: Mapping[str, Any] | None, result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of two runs of a setting the one that counts: what was measured, and of that the faster."""
-    if before is None or before["status"] != "ok":
-        return result
-    if result["status"] != "ok" or measured_seconds(before) <= measured_seconds(result):
-        return before
-    return result
 
 
 def in_a_process(
@@ -523,20 +510,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rates", type=Path, help="a cluster that recipe=profile wrote on one core")
     parser.add_argument("--only", nargs="+", default=[], choices=[s.name for s in SETTINGS], metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=1, help="over all settings; of each the fastest counts")
     parser.add_argument("--profile", action="store_true", help="split a step by kinds of work")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what to judge by; cpu if others run")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.command == "one":
         task = json.loads(options.task)
         found = run_setting(Setting(**task["setting"]), task["cluster"], task["arguments"], task["steps"])
         options.json.write_text(json.dumps(found))
     elif options.command == "run":
-        run(options.json, options.only, core_rates(options.rates), options.rounds, options.profile)
+        run(options.json, options.only, core_rates(options.rates), options.profile)
     else:
         summary = report(options.json, options.clock, options.plot)
         options.json.with_suffix(f".{options.clock}.json").write_text(json.dumps(summary, indent=1))

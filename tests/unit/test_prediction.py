@@ -67,45 +67,17 @@ def test_the_fit_foretells_what_it_has_not_seen(clock: str) -> None:
     assert row["memory_error"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("results", "status", "seconds"),
-    [
-        (["ok 3", "ok 2"], "ok", 2.0),
-        (["ok 2", "ok 3"], "ok", 2.0),
-        (["ok 2", "failed"], "ok", 2.0),
-        (["failed", "ok 2"], "ok", 2.0),
-        (["failed", "failed"], "failed", None),
-    ],
-)
-def test_of_several_rounds_the_fastest_run_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: list[str], status: str, seconds: float | None
+@pytest.mark.parametrize(("first", "again"), [("ok", False), ("skipped", False), ("failed", True)])
+def test_what_has_been_tried_is_tried_again_only_if_it_failed_or_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, again: bool
 ) -> None:
-    setting, path = SETTINGS[0], tmp_path / "found.json"
-    left = list(results)
-
-    def trained(*_: object) -> dict:
-        how, *took = left.pop(0).split()
-        return {"status": how, "reason": "why", "step_seconds": [float(one) for one in took] * prediction.STEPS}
-
-    monkeypatch.setattr(prediction, "in_a_process", trained)
-    prediction.run(path, [setting.name], core_rates(None), 2, profile=False)
+    setting, path, rates = SETTINGS[0], tmp_path / "found.json", core_rates(None)
+    left = [first, "ok", "ok"]
+    monkeypatch.setattr(prediction, "in_a_process", lambda *_: {"status": left.pop(0), "reason": "why"})
+    for _ in range(2):
+        prediction.run(path, [setting.name], rates, profile=False)
+    assert len(left) == (1 if again else 2)
     record = json.loads(path.read_text())["settings"][setting.name]
-    assert (record["status"], record["rounds"], left) == (status, 2, [])
-    assert seconds is None or prediction.measured_seconds(record) == seconds
-    # What is there is not run again, but what failed is; files of before there were rounds are read.
-    record.pop("rounds")
-    path.write_text(json.dumps({"settings": {setting.name: record}}))
-    left = ["ok 1"]
-    prediction.run(path, [setting.name], core_rates(None), 1, profile=False)
-    assert left == (["ok 1"] if status == "ok" else [])
-
-
-def test_a_setting_that_cannot_run_any_more_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = next(s for s in SETTINGS if s.bed == "1:.25")
-    path, done = tmp_path / "found.json", {"status": "ok", "step_seconds": [1.0] * prediction.STEPS}
-    monkeypatch.setattr(prediction, "in_a_process", lambda *_: done)
-    for lacking in (None, "no quotas"):
-        monkeypatch.setattr(prediction.testbed, "lacks_quotas", lambda lacking=lacking: lacking)
-        prediction.run(path, [setting.name], core_rates(None), 1 if lacking is None else 2, profile=False)
-    record = json.loads(path.read_text())["settings"][setting.name]
-    assert (record["status"], record["rounds"]) == ("ok", 2)
+    assert (record["status"], record["calibrates"]) == ("ok" if again else first, True)
+    prediction.run(path, [setting.name], {**rates, "gemm_tflops": 1.0}, profile=False)
+    assert len(left) == (0 if again else 1)
