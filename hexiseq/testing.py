@@ -24,7 +24,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from hexiseq.launch import wake_quietly
 from hexiseq.plan import Plan, RankDevice, group_intervals, make_replica
 
 _GRACE_SECONDS = 5.0
@@ -241,7 +240,6 @@ def _serve(rank: int, world_size: int, port: int, timeout: float, connection: Co
     import torch
     import torch.distributed as dist
 
-    wake_quietly()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
