@@ -1,43 +1,37 @@
-"""Predicted against measured: real training steps on test beds made of one machine's cores (`hexiseq.testbed`).
+"""Predicted against measured: real training steps on test beds made of one machine's cores (`benchmarks.beds`).
 
     python -m benchmarks.prediction run --json out.json [--rates profile.yaml] [--only NAME ...]
     python -m benchmarks.prediction report --json out.json [--clock cpu] [--plot out.png]
 
-``run`` trains each setting for a few steps in processes of its own, under a time limit, and writes what it finds to the
-JSON after each; settings that are there already are not run again. A file is one trial: a shared machine changes its
-speed by a third within the hour, and settings of different hours say nothing about each other. ``report`` fits the
-calibration to the settings that are for it, judges it on the others, and prints the table: step time, peak memory above
-what a process holds before it has a model, and bytes handed to the process groups. Which settings calibrate is fixed in
-`SETTINGS`.
+``run`` trains the settings by turns, as many at one time as the memory holds, and writes what it finds to the JSON
+after each such group; settings that are there already are not run again. A shared machine changes its speed by a third
+within the hour: `REFERENCE` runs in every group, and what took it longer is taken to have slowed the whole group.
+``report`` fits the calibration to the settings that are for it, judges it on the others, and prints the table: step
+time, peak memory above what a process holds before it has a model, and bytes handed to the process groups. Which
+settings calibrate is fixed in `SETTINGS`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from benchmarks.probe import MEMORY_STEP
-from hexiseq import launch, testbed
-from hexiseq.cluster import Cluster, device_from_config
+from benchmarks.beds import BEDS, GQA, MHA, MODEL, UNTIMED, Setting, cluster_config, core_rates, train
+from hexiseq import testbed
+from hexiseq.cluster import Cluster
 from hexiseq.cost import (
     busy_seconds,
     exposed_seconds,
@@ -46,64 +40,15 @@ from hexiseq.cost import (
     optimizer_seconds,
     predict,
     replica_cost,
+    token_bytes,
 )
-from hexiseq.cost.traffic import Wires, parameter_traffic, reduced_bytes
+from hexiseq.cost.traffic import Wires, accumulator_bytes, parameter_traffic, reduced_bytes
 from hexiseq.plan import Plan
 from hexiseq.workload import Workload
 from recipes import job as jobs
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
-UNTIMED = MEMORY_STEP + 2  # the first steps: to allocate, to measure memory, to settle after it
-LIMIT_SECONDS = 420.0  # of one setting
-LINK_GB_PER_S = 0.02  # of a slow one
-# tiny_llama widened until matrix products and attention are most of a step.
-MODEL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
-         "head_dim": 64}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A rank of a bed: its core, its share of it (by quota, or by sharing it with as many), and its node."""
-
-    core: int
-    share: float
-    quota: bool = True
-    node: int = 0
-    gb_per_s: float = 1.0  # of the node's link
-
-
-FULL = Rank(0, 1.0, quota=False), Rank(1, 1.0, quota=False)
-BEDS: dict[str, tuple[Rank, ...]] = {
-    "1:1": FULL,
-    "1:.5:.5": (FULL[0], *(Rank(1, 0.5, quota=False),) * 2),
-    "1:.25": (Rank(0, 0.8), Rank(1, 0.2)),
-    "1:.5:.25": (Rank(0, 0.8), Rank(1, 0.4), Rank(1, 0.2)),
-    "1:1:1:1": tuple(Rank(i // 2, 0.4) for i in range(4)),
-    "1:1:.5:.5:.25": tuple(Rank(core, share) for core, share in ((0, 0.4), (0, 0.4), (1, 0.2), (1, 0.2), (1, 0.1))),
-    "slow 1:1": tuple(Rank(i, 0.8, node=i, gb_per_s=LINK_GB_PER_S) for i in range(2)),
-    "slow 1:.5:.25": (Rank(0, 0.8), Rank(1, 0.4), Rank(1, 0.2, node=1, gb_per_s=LINK_GB_PER_S)),
-}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One training run. ``calibrates``: the fit may see it; else it is judged by it."""
-
-    bed: str
-    kv_heads: int
-    seq_len: int
-    policy: str
-    exchange: str
-    calibrates: bool = False
-
-    @property
-    def name(self) -> str:
-        heads = "mha" if self.kv_heads == MODEL["num_attention_heads"] else "gqa"
-        return f"{self.bed} {heads} {self.seq_len // 1024}k {self.policy} {self.exchange}"
-
-
-MHA, GQA = 8, 2
+RANK_GB = 1.3  # that a rank and its part of the job's own process may hold
 SETTINGS = (
     Setting("1:1", MHA, 2048, "ring", "ring", calibrates=True),
     Setting("1:1", GQA, 8192, "ulysses", "ring", calibrates=True),
@@ -125,122 +70,82 @@ SETTINGS = (
     Setting("slow 1:1", GQA, 8192, "hexiseq", "ring"),
     Setting("slow 1:.5:.25", MHA, 4096, "hexiseq", "ring"),
 )
+REFERENCE = SETTINGS[1]  # two whole cores, next to nothing but kernels
 
 
 # --- running
 
 
-def cluster_config(bed: Sequence[Rank], rates: Mapping[str, Any]) -> dict[str, Any]:
-    """A bed as a cluster's configuration; a rank's rates are its share of the core's `rates`."""
-    gpus: dict[str, Any] = {}
-    nodes: dict[int, dict[str, Any]] = {}
-    for rank in bed:
-        kind = f"core_{round(100 * rank.share)}"
-        scaled = {name: value * rank.share for name, value in rates.items() if name.endswith(("tflops", "gb_per_s"))}
-        gpus[kind] = {**rates, **scaled, "type": kind, "launch_us": rates["launch_us"] / rank.share}
-        node = {"name": f"n{rank.node}", "devices": [], "intra_gb_per_s": 1.0, "nics": 1, "nic_gb_per_s": rank.gb_per_s}
-        seat = {"type": kind, "cores": [rank.core], **({"quota": rank.share} if rank.quota else {})}
-        nodes.setdefault(rank.node, node)["devices"].append(seat)
-    slow = any(rank.gb_per_s < 1 for rank in bed)
-    return {"name": "bed", "gpus": gpus, "nodes": list(nodes.values()), "namespaces": slow}
-
-
-def workload_overrides(kv_heads: int, seq_len: int) -> list[str]:
-    """The model and the length of its sequences, as `train.py` takes them."""
-    shape = {**MODEL, "num_key_value_heads": kv_heads}
-    return ["model=tiny_llama", *(f"model.config.{name}={value}" for name, value in shape.items()),
-            "data=synthetic", f"data.seq_len={seq_len}"]  # fmt: skip
-
-
-def job_config(setting: Setting, cluster: Mapping[str, Any], steps: int = STEPS) -> jobs.Config:
-    """A setting's job on its bed, described by `cluster`."""
-    from recipes.compose import composed
-
-    config = composed([
-        *workload_overrides(setting.kv_heads, setting.seq_len), f"strategy={setting.policy}",
-        f"strategy.exchange={setting.exchange}", "strategy.drop_devices=false", f"trainer.max_steps={steps}",
-        "trainer.validation_sequences=0", f"data.synthetic.length={4 * setting.seq_len}",
-    ])  # fmt: skip
-    config["cluster"] = dict(cluster)
-    return config
-
-
-def run_setting(
-    setting: Setting, cluster: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS
-) -> dict[str, Any]:
-    """Train it in this process's children. Returns what `run` records.
-
-    Args:
-        arguments: for `benchmarks.probe`.
-    """
-    config = job_config(setting, cluster, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        job = jobs.prepare(config, run_dir)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "benchmarks.probe", str(run_dir), *arguments]
-        launch.start_ranks(command, job.plan.devices, run_dir)
-        with (run_dir / "metrics.csv").open(newline="") as file:
-            seconds = [float(row["step_seconds"]) for row in csv.DictReader(file) if row.get("step_seconds")]
-        ranks = [json.loads((run_dir / f"probe-{rank}.json").read_text()) for rank in range(job.plan.world_size)]
-    return {"config": job.config, "plan": job.plan.to_dict(), "step_seconds": seconds, "ranks": ranks}
-
-
 def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool) -> None:
-    """Run the settings that the file lacks, each in a process of its own, and add them to it one by one."""
+    """Run the settings that the file lacks, in groups that the memory holds, and add each group to it.
+
+    Raises:
+        RuntimeError: a job failed; groups that are done are in the file.
+    """
     found = json.loads(path.read_text()) if path.exists() else {"settings": {}}
     found["machine"] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
     lacking = {"quota": testbed.lacks_quotas(), "namespaces": testbed.lacks_namespaces()}
-    # Those that calibrate and those held back by turns: a machine that gets slower must not look like a wrong model.
-    known, judged = ([s for s in SETTINGS if s.calibrates is what] for what in (True, False))
-    order = [s for pair in itertools.zip_longest(known, judged) for s in pair if s is not None]
-    for setting in order:
-        key = _key(setting, rates)
-        before = found["settings"].get(setting.name, {"key": None})
-        if (only and setting.name not in only) or (before["key"] == key and before["status"] != "failed"):
-            continue
-        ranks = BEDS[setting.bed]
-        needs = {"quota": any(r.quota for r in ranks), "namespaces": any(r.gb_per_s < 1 for r in ranks)}
-        why = next((lacking[what] for what, needed in needs.items() if needed and lacking[what]), None)
-        started, load = time.monotonic(), os.getloadavg()[0]
-        result = (
-            {"status": "skipped", "reason": why}
-            if why
-            else in_a_process(setting, cluster_config(ranks, rates), ["profile"] if profile else [])
-        )
-        result |= {"load_before": load, "wall_seconds": time.monotonic() - started}
-        print(f"{setting.name}: {result['status']} {result.get('reason') or ''} in {result['wall_seconds']:.0f} s",
-              flush=True)  # fmt: skip
-        found["settings"][setting.name] = {**result, "key": key, "calibrates": setting.calibrates}
+
+    def keep(setting: Setting, record: Mapping[str, Any]) -> None:
+        found["settings"][setting.name] = {**record, "key": _key(setting, rates), "calibrates": setting.calibrates}
+
+    def save() -> None:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(found))
         part.replace(path)
 
+    wanted = []
+    for setting in _by_turns(SETTINGS):
+        before = found["settings"].get(setting.name, {"key": None})
+        if (only and setting.name not in only) or before["key"] == _key(setting, rates):
+            continue
+        ranks = BEDS[setting.bed]
+        needs = {"quota": any(r.quota for r in ranks), "namespaces": any(r.gb_per_s < 1 for r in ranks)}
+        if why := next((lacking[what] for what, needed in needs.items() if needed and lacking[what]), None):
+            keep(setting, {"status": "skipped", "reason": why})
+            print(f"{setting.name}: skipped, {why}")
+        elif setting != REFERENCE or list(only) == [REFERENCE.name]:  # else it comes with the first group
+            wanted.append(setting)
+    save()
+    for group in groups(wanted, int(_available_gb() / RANK_GB)):
+        started, load = time.monotonic(), os.getloadavg()[0]
+        records = train({s.name: (s, cluster_config(BEDS[s.bed], rates)) for s in group}, STEPS, profile)
+        reference = statistics.median(records[REFERENCE.name]["step_seconds"][UNTIMED:])
+        for setting in group:
+            keep(
+                setting, {"status": "ok", **records[setting.name], "load_before": load, "reference_seconds": reference}
+            )
+        save()
+        print(f"{', '.join(s.name for s in group)}: {time.monotonic() - started:.0f} s; "
+              f"{REFERENCE.name} {reference:.2f} s a step", flush=True)  # fmt: skip
 
-def in_a_process(
-    setting: Setting, cluster: Mapping[str, Any], arguments: Sequence[str], steps: int = STEPS,
-    limit_seconds: float = LIMIT_SECONDS,
-) -> dict[str, Any]:  # fmt: skip
-    """`run_setting` in a process of its own, under the time limit; ``status`` and, where that is not ok, ``reason``."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        task = json.dumps({"setting": dataclasses.asdict(setting), "cluster": dict(cluster),
-                           "arguments": list(arguments), "steps": steps})  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.prediction", "one", "--json", str(out), "--task", task]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        try:
-            _, said = process.communicate(timeout=limit_seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # its ranks and its bed end with it
-            process.communicate()
-            return {"status": "failed", "reason": f"took longer than {limit_seconds:g} s"}
-        if process.returncode:
-            return {"status": "failed", "reason": said.strip()[-2000:]}
-        return {"status": "ok", **json.loads(out.read_text())}
+
+def _by_turns(settings: Sequence[Setting]) -> list[Setting]:
+    """Those that calibrate and those held back by turns: every group has both."""
+    known, judged = ([s for s in settings if s.calibrates is what] for what in (True, False))
+    return [s for pair in itertools.zip_longest(known, judged) for s in pair if s is not None]
+
+
+def groups(settings: Sequence[Setting], most_ranks: int) -> list[list[Setting]]:
+    """Cut them, in their order, into groups of at most so many ranks (or one setting), with `REFERENCE` in each."""
+    made: list[list[Setting]] = []
+    for setting in settings:
+        if not made or sum(len(BEDS[s.bed]) for s in (*made[-1], setting)) > most_ranks:
+            made.append([REFERENCE])
+        if setting != REFERENCE:
+            made[-1].append(setting)
+    return made
 
 
 def _key(setting: Setting, rates: Mapping[str, Any]) -> str:
-    parts = (dataclasses.asdict(setting), [dataclasses.asdict(r) for r in BEDS[setting.bed]], MODEL, STEPS, dict(rates))
+    parts = (
+        REFERENCE.name,
+        dataclasses.asdict(setting),
+        [dataclasses.asdict(r) for r in BEDS[setting.bed]],
+        MODEL,
+        STEPS,
+        dict(rates),
+    )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -249,14 +154,9 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def core_rates(path: Path | None) -> dict[str, Any]:
-    """Rates of one core: of the first device of a cluster that ``recipe=profile`` wrote, else the catalogue's."""
-    if path is None:
-        return yaml.safe_load((jobs.CONF / "gpu" / "cpu_core.yaml").read_text())
-    document = yaml.safe_load(path.read_text())
-    entry = next(iter(document["cluster"]["gpus"].values()))
-    device_from_config(entry)
-    return entry
+def _available_gb() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e6 for line in lines if line.startswith("MemAvailable:"))
 
 
 # --- predicting
@@ -294,13 +194,14 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     places = match_places(plan, cluster)
     predicted = predict(plan, cluster, workload, places)
     share = np.array([_share(place.device.type) for place in places])
-    sent, received = np.zeros(plan.world_size), np.zeros(plan.world_size)
+    sent, received, tokens = (np.zeros(plan.world_size) for _ in range(3))
     layers, repeats = workload.model.layers, workload.accumulation
     for replica in plan.replicas:
         cost = replica_cost(plan, replica, workload, places)
         moved = layer_bytes(cost, workload.recompute)
         sent[cost.ranks] += repeats * layers * moved.sum(1)
         received[cost.ranks] += repeats * layers * moved.sum(0)
+        tokens[cost.ranks] = cost.layout.sequences * cost.layout.tokens
     parameters = parameter_traffic(workload, plan.world_size)
     transfer = calibration.get("transfer_seconds_per_gb", 0.0) * 1e-9 * (sent + received + 2 * parameters)
     step = calibration.get("step_ms", 0.0) * 1e-3
@@ -310,14 +211,17 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     reduced = reduced_bytes(workload) * (1 - 1 / plan.world_size)
     passed = (GATHERED_BY_TWO if plan.world_size == 2 else 1.0) * (parameters - reduced) + REDUCED * reduced
     exposed = calibration.get("parameters", 0.0) * (wires.around(passed) - exposed_seconds(workload, wires))
-    overhead = np.array([place.device.overhead_gb for place in places])
-    copied = COPIED * workload.model.layer_parameters * workload.element_bytes
+    used = (np.array(predicted.memory_gb) - np.array([place.device.overhead_gb for place in places])) * 1e9
+    # The model counts the copy of a layer's gradients that is reduced beside a layer's work, since GPUs reduce while the
+    # next layer is at work. On CPUs FSDP2 waits, and that copy and gloo's are there when the work's memory is free again.
+    copy = workload.model.layer_parameters * accumulator_bytes(workload)
+    waiting = np.maximum((1 + COPIED) * copy - tokens * token_bytes(workload)[1], 0) - copy
     return Forecast(
         step_seconds=predicted.step_seconds + exposed + float((extra / share).max()),
         cpu_seconds=busy * share + extra,
         attention_bytes=sent,
         parameter_bytes=parameters,
-        memory_bytes=(np.array(predicted.memory_gb) - overhead) * 1e9 + copied,
+        memory_bytes=used + waiting,
     )
 
 
@@ -339,13 +243,22 @@ def _share(kind: str) -> float:
     return int(kind.removeprefix("core_")) / 100
 
 
+def pace(records: Collection[dict[str, Any]]) -> None:
+    """Note in each how much slower than usual the machine was, by what its group's `REFERENCE` took."""
+    usual = statistics.median(record["reference_seconds"] for record in records) if records else 0.0
+    for record in records:
+        record["pace"] = record["reference_seconds"] / usual
+
+
 def measured_seconds(record: Mapping[str, Any]) -> float:
-    return statistics.median(record["step_seconds"][UNTIMED:])
+    """Seconds of a step, at the machine's usual speed."""
+    return statistics.median(record["step_seconds"][UNTIMED:]) / record["pace"]
 
 
 def measured_cpu(record: Mapping[str, Any]) -> np.ndarray:
-    """CPU seconds of a step by rank."""
-    return np.array([statistics.median(step["cpu"] for step in rank["steps"][UNTIMED:]) for rank in record["ranks"]])
+    """CPU seconds of a step by rank, at that speed."""
+    steps = [[step["cpu"] for step in rank["steps"][UNTIMED:]] for rank in record["ranks"]]
+    return np.median(steps, axis=1) / record["pace"]
 
 
 def measured_bytes(record: Mapping[str, Any], kind: str) -> np.ndarray:
@@ -408,6 +321,7 @@ def report(path: Path, clock: str, plot: Path | None) -> dict[str, Any]:
     found = json.loads(path.read_text())
     records = {s.name: found["settings"][s.name] for s in SETTINGS if s.name in found["settings"]}
     done = {name: record for name, record in records.items() if record["status"] == "ok"}
+    pace(done.values())
     known = [record for record in done.values() if record["calibrates"]]
     calibration = calibrate(known, clock) if known else {}
     rows = {name: _row(record, calibration, clock) for name, record in done.items()}
@@ -506,20 +420,15 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clock: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "report", "one"))
+    parser.add_argument("command", choices=("run", "report"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rates", type=Path, help="a cluster that recipe=profile wrote on one core")
     parser.add_argument("--only", nargs="+", default=[], choices=[s.name for s in SETTINGS], metavar="NAME")
     parser.add_argument("--profile", action="store_true", help="split a step by kinds of work")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what to judge by; cpu if others run")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.command == "one":
-        task = json.loads(options.task)
-        found = run_setting(Setting(**task["setting"]), task["cluster"], task["arguments"], task["steps"])
-        options.json.write_text(json.dumps(found))
-    elif options.command == "run":
+    if options.command == "run":
         run(options.json, options.only, core_rates(options.rates), options.profile)
     else:
         summary = report(options.json, options.clock, options.plot)

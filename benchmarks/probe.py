@@ -121,13 +121,14 @@ class Border:
 
 
 class Probe(pl.Callback):
-    """Clocks and counters at the end of every step; peak memory above what the process held before there was a model.
+    """Clocks and counters at the end of every step; peak memory above what the process held before there was a model,
+    without the pages of libraries' files.
 
     Steps up to `MEMORY_STEP`, and the one after it, are not to be timed.
 
     Args:
         profile: also split the last step's CPU time by kinds of work (`Clock`), which slows that step.
-        turns: whose steps are kept, too.
+        turns: whose clocks count, if there are turns: they leave out waiting for them.
     """
 
     def __init__(self, folder: Path, border: Border, profile: bool, turns: TakesTurns | None) -> None:
@@ -142,7 +143,7 @@ class Probe(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         map_blocks_from(262_144)
         ctypes.CDLL(None).malloc_trim(0)
-        self._before = status_bytes("VmRSS")
+        self._before = status_bytes("RssAnon")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -169,7 +170,8 @@ class Probe(pl.Callback):
 
     def _mark(self) -> None:
         clocks = {"wall": time.perf_counter(), "cpu": time.process_time()}
-        peak = status_bytes("VmHWM") - self._before
+        # A first step loads 17 MB more of libraries, which stay.
+        peak = status_bytes("VmHWM") - status_bytes("RssFile") - self._before
         self._steps.append({**clocks, "peak_bytes": peak, "sent": dict(self._border.sent)})
 
     @override
@@ -179,8 +181,9 @@ class Probe(pl.Callback):
              "sent": {kind: count - a["sent"].get(kind, 0) for kind, count in b["sent"].items()}}
             for a, b in zip(self._steps, self._steps[1:], strict=False)
         ]  # fmt: skip
+        if self._turns is not None:
+            steps = [{**step, **clocks} for step, clocks in zip(steps, self._turns.steps, strict=True)]
         found = {"steps": steps, "peak_bytes": steps[MEMORY_STEP]["peak_bytes"], "kinds": self._kinds}
-        found["turns"] = self._turns.steps if self._turns else []
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
 
 

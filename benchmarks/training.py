@@ -20,13 +20,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.prediction import (
+from benchmarks.beds import (
     BEDS,
     GQA,
     MHA,
@@ -35,17 +34,16 @@ from benchmarks.prediction import (
     Setting,
     cluster_config,
     core_rates,
-    in_a_process,
     job_config,
+    train,
     workload_overrides,
 )
-from benchmarks.turns import FAILED, Seat
 from hexiseq.plan import align
 from recipes.job import solve_config
 
 EVEN = ("ring", "ulysses", "usp")
 POLICIES = ("hexiseq", *EVEN)
-CYCLE_SECONDS = 300  # that a cycle of steps may take, or a profile
+PROFILE_SECONDS = 300
 
 
 def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
@@ -58,11 +56,11 @@ def profiled(bed: str, kv_heads: int, seq_len: int) -> dict[str, Any]:
         command = [sys.executable, "train.py", "--config-dir", folder, "recipe=profile", "+cluster=bed",
                    *workload_overrides(kv_heads, seq_len), f"hydra.run.dir={folder}/run"]  # fmt: skip
         try:
-            said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CYCLE_SECONDS)
+            said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROFILE_SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{bed}: recipe=profile took longer than {CYCLE_SECONDS} s") from error
+            raise RuntimeError(f"recipe=profile took longer than {PROFILE_SECONDS} s") from error
         if said.returncode:
-            raise RuntimeError(f"{bed}: recipe=profile failed: {said.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"recipe=profile failed: {said.stderr.strip()[-2000:]}")
         return yaml.safe_load((Path(folder) / "run" / "cluster.yaml").read_text())["cluster"]
 
 
@@ -74,11 +72,11 @@ def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
     """
     cluster = profiled(bed, options.kv_heads, options.seq)
     found: dict[str, Any] = {"cluster": cluster, "seconds": {}, "cpu_seconds": {}, "left_out": {}, "shares": {}}
-    settings = {}
+    settings, steps = {}, UNTIMED + options.steps
     for policy in POLICIES:
         setting = Setting(bed, options.kv_heads, options.seq, policy, "auto")
         try:
-            *_, plan = solve_config(job_config(setting, cluster))
+            *_, plan = solve_config(job_config(setting, cluster, steps))
         except ValueError as error:
             found["left_out"][policy] = str(error)
             continue
@@ -86,27 +84,12 @@ def measure(bed: str, options: argparse.Namespace) -> dict[str, Any]:
         found["shares"][policy] = [[shard.num_tokens for shard in group.shards] for group in plan.replicas[0].groups]
     if "hexiseq" not in settings or len(settings) < 2:
         reasons = "; ".join(f"{policy}: {reason}" for policy, reason in found["left_out"].items())
-        raise RuntimeError(f"{bed}: nothing to compare, {reasons}")
+        raise RuntimeError(f"nothing to compare, {reasons}")
     found["load_before"] = os.getloadavg()[0]
-    steps = UNTIMED + options.steps
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool:
-        jobs = {
-            pool.submit(in_a_process, setting, cluster, [Seat(Path(folder), number, len(settings)).to_argument()],
-                        steps, steps * CYCLE_SECONDS): policy
-            for number, (policy, setting) in enumerate(settings.items())
-        }  # fmt: skip
-        failed, records = "", {}
-        for job in as_completed(jobs):
-            records[jobs[job]] = record = job.result()
-            if record["status"] != "ok" and not failed:
-                failed = f"{bed} {jobs[job]}: {record['reason']}"
-                (Path(folder) / FAILED).touch()  # the others need not wait
-    if failed:
-        raise RuntimeError(failed)
-    for policy in settings:
-        record = records[policy]
-        ranks = [rank["turns"][UNTIMED:] for rank in record["ranks"]]
-        found["seconds"][policy] = [max(step["wall"] for step in cycle) for cycle in zip(*ranks, strict=True)]
+    records = train({policy: (setting, cluster) for policy, setting in settings.items()}, steps)
+    for policy, record in records.items():
+        ranks = [rank["steps"][UNTIMED:] for rank in record["ranks"]]
+        found["seconds"][policy] = record["step_seconds"][UNTIMED:]
         found["cpu_seconds"][policy] = [sum(step["cpu"] for step in cycle) for cycle in zip(*ranks, strict=True)]
     return found
 
@@ -134,7 +117,7 @@ def main() -> None:
         try:
             found = everything[bed] = measure(bed, options)
         except RuntimeError as error:
-            raise SystemExit(str(error)) from error
+            raise SystemExit(f"{bed}: {error}") from error
         loads.append(f"{found['load_before']:.1f}")
         for policy, values in found["seconds"].items():
             median, least, most = gain(found["seconds"], policy)

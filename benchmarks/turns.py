@@ -16,7 +16,7 @@ from typing_extensions import override
 
 POLL_SECONDS = 0.05  # next to nothing, and less than a hundredth of the steps that are compared
 FAILED = "failed"  # a file that says that a job has
-LIMIT_SECONDS = 300.0  # that a job waits for the others to start, or for its turn
+LIMIT_SECONDS = 900  # that a job waits for the others to start, or for its turn
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class Seat:
 
     def ready(self) -> None:
         """Say that this job has started."""
-        (self.folder / f"ready-{self.number}").touch()
+        self._sign(self.number).touch()
+
+    def is_ready(self) -> bool:
+        """Whether this job has said so."""
+        return self._sign(self.number).exists()
 
     def wait(self, turn: int) -> None:
         """Sleep until all jobs have started and so many turns are over.
@@ -69,6 +73,9 @@ class Seat:
         part.write_text(str(self._over() + 1))
         part.replace(self.folder / "turn")
 
+    def _sign(self, job: int) -> Path:
+        return self.folder / f"ready-{job}"
+
     def _over(self) -> int:
         """Turns that are over."""
         file = self.folder / "turn"
@@ -77,7 +84,7 @@ class Seat:
     def _holder(self, turn: int) -> int | None:
         """A job that has not started, or has a turn before that one."""
         for job in range(self.count):
-            if not (self.folder / f"ready-{job}").exists():
+            if not self._sign(job).exists():
                 return job
         over = self._over()
         return None if over >= turn else over % self.count
