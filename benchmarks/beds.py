@@ -1,7 +1,7 @@
 """Uneven machines made of one machine's cores (`hexiseq.testbed`), and training jobs on them that take turns.
 
 A shared machine changes its speed by a third within the hour. Jobs that are compared therefore run at one time and take
-turns, a step each (`benchmarks.turns`): what slows one slows all. Each is a process, its ranks are that one's.
+turns, a step each (`benchmarks.turns`): what slows one slows all. Each is a process of its own that starts its ranks.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def forecast(record: Mapping[str, Any], calibration: Mapping[str, float]) -> For
     passed = (GATHERED_BY_TWO if plan.world_size == 2 else 1.0) * (parameters - reduced) + REDUCED * reduced
     exposed = calibration.get("parameters", 0.0) * (wires.around(passed) - exposed_seconds(workload, wires))
     used = (np.array(predicted.memory_gb) - np.array([place.device.overhead_gb for place in places])) * 1e9
-    # The model counts the copy of a layer's gradients that is reduced beside a layer's work, since GPUs reduce while the
-    # next layer is at work. On CPUs FSDP2 waits, and that copy and gloo's are there when the work's memory is free again.
+    # The model counts the copy of a layer's gradients that is reduced beside a layer's work, since GPUs reduce while
+    # the next layer is at work. On CPUs FSDP2 waits: that copy and gloo's are there when the work's memory is free.
     copy = workload.model.layer_parameters * accumulator_bytes(workload)
     waiting = np.maximum((1 + COPIED) * copy - tokens * token_bytes(workload)[1], 0) - copy
     return Forecast(

@@ -1,7 +1,7 @@
 """Whole training steps of every policy that runs, side by side on uneven test beds (`hexiseq.testbed`).
 
     python -m benchmarks.training                               # both beds
-    python -m benchmarks.training --beds 1:.5:.5 --seq 8192 --steps 8 --json out.json
+    python -m benchmarks.training --beds 1:.5:.5 --seq 8192 --kv-heads 8 --steps 8 --json out.json
 
 Each bed is measured by ``recipe=profile`` first, and all policies plan for what it wrote: two ranks on one core, for
 one, disturb each other and have less than half of its rates.
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beds", nargs="+", default=["1:.5:.5", "1:.25"], choices=list(BEDS), metavar="BED")
     parser.add_argument("--seq", type=int, default=8192, help="tokens (%(default)s)")
-    parser.add_argument("--kv-heads", type=int, default=MHA, choices=(MHA, GQA), help="of 8 query heads (%(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=GQA, choices=(MHA, GQA), help="of 8 query heads (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each policy (%(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
