@@ -104,7 +104,7 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         if why := next((lacking[what] for what, needed in needs.items() if needed and lacking[what]), None):
             keep(setting, {"status": "skipped", "reason": why})
             print(f"{setting.name}: skipped, {why}")
-        elif setting != REFERENCE or list(only) == [REFERENCE.name]:  # else it comes with the first group
+        else:
             wanted.append(setting)
     save()
     for group in groups(wanted, int(_available_gb() / RANK_GB)):
@@ -130,10 +130,13 @@ def groups(settings: Sequence[Setting], most_ranks: int) -> list[list[Setting]]:
     """Cut them, in their order, into groups of at most so many ranks (or one setting), with `REFERENCE` in each."""
     made: list[list[Setting]] = []
     for setting in settings:
+        if setting == REFERENCE:
+            continue
         if not made or sum(len(BEDS[s.bed]) for s in (*made[-1], setting)) > most_ranks:
             made.append([REFERENCE])
-        if setting != REFERENCE:
-            made[-1].append(setting)
+        made[-1].append(setting)
+    if not made and REFERENCE in settings:
+        made.append([REFERENCE])
     return made
 
 
