@@ -203,5 +203,8 @@ if __name__ == "__main__":
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)  # nobody would read the record
     what = json.loads(sys.argv[2])
-    record = _train_one(Setting(**what.pop("setting")), **what)
+    try:
+        record = _train_one(Setting(**what.pop("setting")), **what)
+    except ValueError as error:
+        sys.exit(str(error))  # no plan, said in words
     Path(sys.argv[1]).write_text(json.dumps(record))

@@ -135,6 +135,6 @@ def test_jobs_are_trained_by_turns_and_end_with_the_one_that_fails() -> None:
         assert all(rank["peak_bytes"] > 0 and rank["steps"][-1]["cpu"] > 0 for rank in record["ranks"])
         said = forecast({**record, "calibrates": True}, {})
         assert prediction.measured_bytes(record, "attention").tolist() == said.attention_bytes.tolist()
-    usp = Setting("1:1", 8, 511, "ring", "ring")  # odd lengths have no even shards
-    with pytest.raises(RuntimeError, match=r"other: .*511"):
-        beds.train({"one": (ring, cluster), "other": (usp, cluster)}, beds.UNTIMED + 1)
+    illegal = Setting("1:.5:.5", beds.MHA, 512, "ulysses", "ring"), cluster_config(BEDS["1:.5:.5"], core_rates(None))
+    with pytest.raises(RuntimeError, match="other: policy ulysses on 3 ranks: 8 query heads do not divide over 3 ranks"):
+        beds.train({"one": (ring, cluster), "other": illegal}, beds.UNTIMED + 1)
