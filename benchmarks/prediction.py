@@ -432,7 +432,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.command == "run":
-        run(options.json, options.only, core_rates(options.rates), options.profile)
+        try:
+            run(options.json, options.only, core_rates(options.rates), options.profile)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise SystemExit(str(error)) from error
     else:
         summary = report(options.json, options.clock, options.plot)
         options.json.with_suffix(f".{options.clock}.json").write_text(json.dumps(summary, indent=1))
