@@ -6,6 +6,7 @@ turns, a step each (`benchmarks.turns`): what slows one slows all. Each is a pro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ def job_config(setting: Setting, cluster: Mapping[str, Any], steps: int) -> jobs
         *workload_overrides(setting.kv_heads, setting.seq_len), f"strategy={setting.policy}",
         f"strategy.exchange={setting.exchange}", "strategy.drop_devices=false", f"trainer.max_steps={steps}",
         "trainer.validation_sequences=0", f"data.synthetic.length={4 * setting.seq_len}",
-        f"strategy.timeout_seconds={LIMIT_SECONDS}",  # ranks wait for their turn
+        f"strategy.timeout_seconds={LIMIT_SECONDS + 60}",  # ranks wait for their turn
     ])  # fmt: skip
     config["cluster"] = dict(cluster)
     return config
@@ -146,22 +147,22 @@ def train(
     limit_seconds = LIMIT_SECONDS + steps * CYCLE_SECONDS
     jobs_by_future: dict[Future[dict[str, Any]], str] = {}
     records, failed = {}, ""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(settings)) as pool, _released(Path(folder)):
         for number, (name, (setting, cluster)) in enumerate(settings.items()):
             seat = Seat(Path(folder), number, len(settings))
             task = {"setting": dataclasses.asdict(setting), "cluster": dict(cluster), "steps": steps,
                     "arguments": [seat.to_argument(), *(["profile"] if profile else [])]}  # fmt: skip
             job = pool.submit(_in_a_process, task, limit_seconds)
             jobs_by_future[job] = name
-            while not (seat.is_ready() or job.done()):  # one by one: beds are built, and ranks find one another
-                time.sleep(0.1)
-            if job.done():  # it has failed: none ends before all have started
+            while not (seat.is_ready() or any(job.done() for job in jobs_by_future)):
+                time.sleep(0.1)  # one by one: beds are built, and ranks find one another
+            if any(job.done() for job in jobs_by_future):  # it has failed: none ends before all have started
                 break
         for job in as_completed(jobs_by_future):
             name = jobs_by_future[job]
             try:
                 records[name] = job.result()
-            except RuntimeError as error:
+            except (RuntimeError, OSError, ValueError) as error:
                 failed = failed or f"{name}: {error}"
                 (Path(folder) / FAILED).touch()  # the others need not wait
     if failed:
@@ -169,11 +170,20 @@ def train(
     return {name: records[name] for name in settings}
 
 
+@contextlib.contextmanager
+def _released(folder: Path) -> Iterator[None]:
+    """Whatever happens within, no job goes on waiting for its turn after it."""
+    try:
+        yield
+    finally:
+        (folder / FAILED).touch()
+
+
 def _in_a_process(task: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
     """`_train_one` in a process of its own, under the time limit. Raises RuntimeError where that fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "benchmarks.beds", str(out), json.dumps(task)]
+        command = [sys.executable, "-m", "benchmarks.beds", str(out), json.dumps(task), str(os.getpid())]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             _, said = process.communicate(timeout=limit_seconds)
@@ -182,7 +192,7 @@ def _in_a_process(task: Mapping[str, Any], limit_seconds: float) -> dict[str, An
             process.communicate()
             raise RuntimeError(f"took longer than {limit_seconds:g} s") from error
         if process.returncode:
-            raise RuntimeError(said.strip()[-2000:])
+            raise RuntimeError(said.strip()[-2000:] or f"it ended with code {process.returncode}")
         return json.loads(out.read_text())
 
 
@@ -202,6 +212,8 @@ def _train_one(setting: Setting, cluster: Mapping[str, Any], steps: int, argumen
 if __name__ == "__main__":
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)  # nobody would read the record
+    if os.getppid() != int(sys.argv[3]):
+        sys.exit("the process that asked for this job is gone")
     what = json.loads(sys.argv[2])
     try:
         record = _train_one(Setting(**what.pop("setting")), **what)

@@ -121,7 +121,7 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
 
 
 def _by_turns(settings: Sequence[Setting]) -> list[Setting]:
-    """Those that calibrate and those held back by turns: every group has both."""
+    """Those that calibrate and those held back by turns, as far as they go."""
     known, judged = ([s for s in settings if s.calibrates is what] for what in (True, False))
     return [s for pair in itertools.zip_longest(known, judged) for s in pair if s is not None]
 
@@ -259,9 +259,9 @@ def measured_seconds(record: Mapping[str, Any]) -> float:
 
 
 def measured_cpu(record: Mapping[str, Any]) -> np.ndarray:
-    """CPU seconds of a step by rank, at that speed."""
+    """CPU seconds of a step by rank, as they were: who runs beside a rank disturbs them little."""
     steps = [[step["cpu"] for step in rank["steps"][UNTIMED:]] for rank in record["ranks"]]
-    return np.median(steps, axis=1) / record["pace"]
+    return np.median(steps, axis=1)
 
 
 def measured_bytes(record: Mapping[str, Any], kind: str) -> np.ndarray:
@@ -324,6 +324,8 @@ def report(path: Path, clock: str, plot: Path | None) -> dict[str, Any]:
     found = json.loads(path.read_text())
     records = {s.name: found["settings"][s.name] for s in SETTINGS if s.name in found["settings"]}
     done = {name: record for name, record in records.items() if record["status"] == "ok"}
+    if old := [name for name, record in done.items() if "reference_seconds" not in record]:
+        raise SystemExit(f"{path} is of an older format, which did not run by turns: run {', '.join(old)} again")
     pace(done.values())
     known = [record for record in done.values() if record["calibrates"]]
     calibration = calibrate(known, clock) if known else {}

@@ -57,7 +57,7 @@ class Seat:
         """Sleep until all jobs have started and so many turns are over.
 
         Raises:
-            RuntimeError: a job has failed, or nothing came for `LIMIT_SECONDS`.
+            RuntimeError: a job has failed, or this one waited for `LIMIT_SECONDS`.
         """
         deadline = time.monotonic() + LIMIT_SECONDS
         while (holder := self._holder(turn)) is not None:
