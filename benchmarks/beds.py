@@ -82,11 +82,17 @@ class Setting:
 
 
 def core_rates(path: Path | None) -> dict[str, Any]:
-    """Rates of one core: of the first device of a cluster that ``recipe=profile`` wrote, else the catalogue's."""
+    """Rates of one core: of the first device of a cluster that ``recipe=profile`` wrote, else the catalogue's.
+
+    Raises:
+        ValueError: the file is not such a cluster.
+    """
     if path is None:
         return yaml.safe_load((jobs.CONF / "gpu" / "cpu_core.yaml").read_text())
-    document = yaml.safe_load(path.read_text())
-    entry = next(iter(document["cluster"]["gpus"].values()))
+    try:
+        entry = next(iter(yaml.safe_load(path.read_text())["cluster"]["gpus"].values()))
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"{path} is not a cluster that recipe=profile wrote: it has no cluster.gpus") from error
     device_from_config(entry)
     return entry
 

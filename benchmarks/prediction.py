@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.beds import BEDS, GQA, MHA, MODEL, UNTIMED, Setting, cluster_config, core_rates, train
 from hexiseq import testbed
@@ -44,6 +45,7 @@ from hexiseq.cost import (
 )
 from hexiseq.cost.traffic import Wires, accumulator_bytes, parameter_traffic, reduced_bytes
 from hexiseq.plan import Plan
+from hexiseq.profile.rates import memory
 from hexiseq.workload import Workload
 from recipes import job as jobs
 
@@ -107,7 +109,7 @@ def run(path: Path, only: Sequence[str], rates: Mapping[str, Any], profile: bool
         else:
             wanted.append(setting)
     save()
-    for group in groups(wanted, int(_available_gb() / RANK_GB)):
+    for group in groups(wanted, int(memory(torch.device("cpu"))[1] / RANK_GB)):
         started, load = time.monotonic(), os.getloadavg()[0]
         records = train({s.name: (s, cluster_config(BEDS[s.bed], rates)) for s in group}, STEPS, profile)
         reference = statistics.median(records[REFERENCE.name]["step_seconds"][UNTIMED:])
@@ -155,11 +157,6 @@ def _key(setting: Setting, rates: Mapping[str, Any]) -> str:
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _available_gb() -> float:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) / 1e6 for line in lines if line.startswith("MemAvailable:"))
 
 
 # --- predicting
@@ -325,7 +322,7 @@ def report(path: Path, clock: str, plot: Path | None) -> dict[str, Any]:
     records = {s.name: found["settings"][s.name] for s in SETTINGS if s.name in found["settings"]}
     done = {name: record for name, record in records.items() if record["status"] == "ok"}
     if old := [name for name, record in done.items() if "reference_seconds" not in record]:
-        raise SystemExit(f"{path} is of an older format, which did not run by turns: run {', '.join(old)} again")
+        raise ValueError(f"{path} is of an older format, which did not run by turns: run {', '.join(old)} again")
     pace(done.values())
     known = [record for record in done.values() if record["calibrates"]]
     calibration = calibrate(known, clock) if known else {}
@@ -433,14 +430,14 @@ def main() -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="what to judge by; cpu if others run")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    if options.command == "run":
-        try:
+    try:
+        if options.command == "run":
             run(options.json, options.only, core_rates(options.rates), options.profile)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise SystemExit(str(error)) from error
-    else:
-        summary = report(options.json, options.clock, options.plot)
-        options.json.with_suffix(f".{options.clock}.json").write_text(json.dumps(summary, indent=1))
+        else:
+            summary = report(options.json, options.clock, options.plot)
+            options.json.with_suffix(f".{options.clock}.json").write_text(json.dumps(summary, indent=1))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -157,6 +157,9 @@ class Probe(pl.Callback):
         if trainer.global_step == MEMORY_STEP + 1:
             self._unkept.close()
             map_blocks_from(33_554_432)  # where it would be by now
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """The step begins, now that its turn has come."""
         if self._profile and trainer.global_step == trainer.max_steps - 1:
             self._open.enter_context(ranks.kernels_timed(cpu))
             self._clock = self._open.enter_context(Clock())
@@ -185,6 +188,17 @@ class Probe(pl.Callback):
             steps = [{**step, **clocks} for step, clocks in zip(steps, self._turns.steps, strict=True)]
         found = {"steps": steps, "peak_bytes": steps[MEMORY_STEP]["peak_bytes"], "kinds": self._kinds}
         (self._folder / f"probe-{launch.rank()}.json").write_text(json.dumps(found))
+
+
+class Begins(pl.Callback):
+    """Tells the probe, which comes before `TakesTurns` and ends a step before it does, that the wait is over."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+        self._probe.begin(trainer)
 
 
 @contextlib.contextmanager
@@ -227,7 +241,7 @@ def run(folder: Path, profile: bool, seat: Seat | None) -> None:
     class Watched(pl.Trainer):
         def __init__(self, *, callbacks: list[pl.Callback], **options: Any) -> None:
             # The turn ends when all else about a step is done.
-            super().__init__(callbacks=[*callbacks, probe, *([turns] if turns else [])], **options)
+            super().__init__(callbacks=[*callbacks, probe, *([turns] if turns else []), Begins(probe)], **options)
 
     with border.watched(), mock.patch.object(pl, "Trainer", Watched):
         pretrain.run(load(folder))

@@ -98,7 +98,7 @@ def test_what_is_in_the_file_is_not_run_again(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(prediction, "train", train)
     monkeypatch.setattr(prediction.testbed, "lacks_quotas", lambda: "no quotas here")
-    monkeypatch.setattr(prediction, "_available_gb", lambda: 4 * prediction.RANK_GB)  # one with the reference
+    monkeypatch.setattr(prediction, "memory", lambda _: (64.0, 4 * prediction.RANK_GB))  # one with the reference
     small, long, quota = "1:1 mha 2k ring ring", "1:1 mha 16k ring ring", "1:.25 gqa 4k hexiseq ring"
     with pytest.raises(RuntimeError, match="16k ring ring: it failed"):
         prediction.run(path, [small, long, quota], rates, profile=False)
@@ -122,6 +122,14 @@ def test_a_group_that_ran_on_a_slower_machine_is_judged_by_the_reference() -> No
     prediction.pace(records.values())
     assert [prediction.measured_seconds(record) for record in records.values()] == [3.0] * 3
     assert prediction.measured_cpu(records["1"]).tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("text", ["", "cluster: {}", "cluster: {gpus: {}}", "a: [", "- 1"])
+def test_rates_that_are_no_cluster_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rates.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a cluster that recipe=profile wrote"):
+        core_rates(path)
 
 
 @pytest.mark.slow
