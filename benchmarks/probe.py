@@ -156,7 +156,7 @@ class Probe(pl.Callback):
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
         if trainer.global_step == MEMORY_STEP + 1:
             self._unkept.close()
-            map_blocks_from(33_554_432)  # where it would be by now
+            launch.keep_memory()  # again
 
     def begin(self, trainer: pl.Trainer) -> None:
         """The step begins, now that its turn has come."""
@@ -219,8 +219,8 @@ def _buffers_let_go() -> Iterator[None]:
 def map_blocks_from(size: int) -> None:
     """Let glibc map and unmap blocks from so many bytes on, and keep smaller ones when they are free.
 
-    By default the size grows to 32 MB, and kept blocks let the resident set creep to twice what is in use. Mapped
-    ones show what is, but fresh pages cost time.
+    Kept blocks (`launch.keep_memory`) let the resident set creep above what is in use. Mapped ones show what is,
+    but fresh pages cost time.
     """
     trim_threshold, map_threshold = -1, -3
     libc = ctypes.CDLL(None)

@@ -300,7 +300,7 @@ def _settle(job: Job) -> Any:
     else:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local % len(cores)]})
-        launch.wake_quietly()
+        launch.prepare_cpu()
         torch.set_num_threads(1)
     return torch.device("cpu")
 

@@ -120,6 +120,9 @@ def start_ranks(
     # Between numerical libraries' thread pools and one process a rank, one thread each is the honest default.
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HEXISEQ_PARENT": str(os.getpid()),
                    **passed_on()}  # fmt: skip
+    if devices[first].kernel == "cpu":
+        # PyTorch reads it once: blocks of 2 MB and more come in huge pages, where the system has any.
+        environment["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
     saved = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     watch = _Watch(agents) if agents else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from hexiseq.plan import Plan, RankDevice, make_replica
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
 from pathlib import Path
 from hexiseq import launch
 run_dir, what = Path(sys.argv[1]), sys.argv[2]
@@ -29,6 +30,7 @@ def main():
     if what == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "settled":
+        import torch
         import torch.distributed as dist
         from hexiseq.plan import RankDevice
         from hexiseq.testbed import Berth
@@ -37,6 +39,12 @@ def main():
         dist.barrier()
         for task in Path("/proc/self/task").iterdir():
             print(os.sched_getscheduler(int(task.name)), (task / "comm").read_text(), end="", flush=True)
+        large = lambda: torch.ones(4_000_000).sum()
+        large(), large()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            large()
+        print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
     elif what != "fine":
         time.sleep(120)
     print("rank", rank, "done", flush=True)
@@ -82,6 +90,14 @@ def test_threads_that_talk_to_other_ranks_wake_quietly(tmp_path: Path, capfd: py
     policies = [line.split() for line in capfd.readouterr().out.splitlines() if "gloo" in line]
     assert policies
     assert all(int(policy) == os.SCHED_BATCH for policy, *_ in policies)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's malloc")
+def test_ranks_on_cpus_keep_the_memory_they_free(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "settled")
+    faults = [line.split()[-1] for line in capfd.readouterr().out.splitlines() if "faults" in line]
+    assert faults
+    assert max(map(int, faults)) < 1000  # 3,906 pages are in one such tensor
 
 
 def test_a_users_error_comes_back_as_it_was_said(tmp_path: Path) -> None:
