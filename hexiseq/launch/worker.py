@@ -138,10 +138,10 @@ def settle(devices: Sequence[RankDevice], cores: Sequence[Sequence[int]], berths
 def prepare_cpu() -> None:
     """Set this process up as a rank on CPUs; to be called before its first process group.
 
-    **It wakes quietly**: a thread that wakes does not interrupt one that runs (`SCHED_BATCH`, `sched(7)`). gloo's thread
-    that talks to a peer spins while another one holds that connection's lock. Woken by a message it would take the core
-    from just that one, until its time slice ends: on ranks that share a core, or have one, a message takes 0.1 to 0.3
-    ms instead of 2 to 4.
+    **It wakes quietly**: a thread that wakes does not interrupt one that runs (`SCHED_BATCH`, `sched(7)`). The thread
+    of gloo that talks to a peer spins while another one holds that connection's lock. Woken by a message it would take
+    the core from just that one, until its time slice ends: on ranks that share a core, or have one, a message takes 0.1
+    to 0.3 ms instead of 2 to 4.
 
     **It keeps memory** that is freed (glibc's `mallopt(3)`), as a GPU's allocator does. Else that of large tensors goes
     back to the system, and comes again page by page, zeroed: 5 us for each of some ten thousand pages a step.
