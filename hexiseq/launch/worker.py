@@ -153,8 +153,8 @@ def prepare_cpu() -> None:
 
 
 def keep_memory() -> None:
-    """Keep what is freed, of blocks below 32 MB. Larger ones, glibc's most, are mapped one by one and given back: kept
-    they would be many, as a small block that takes a piece of one keeps the next from fitting.
+    """Keep what is freed, of blocks below 32 MB, as far as glibc goes by itself. Larger ones are mapped one by one and
+    given back: kept they would be many, as a small block that takes a piece of one keeps the next from fitting.
 
     Nothing is done in another C library.
     """
