@@ -153,15 +153,15 @@ def prepare_cpu() -> None:
 
 
 def keep_memory() -> None:
-    """Keep what is freed, of blocks below 32 MB, as far as glibc goes by itself. Larger ones are mapped one by one and
-    given back: kept they would be many, as a small block that takes a piece of one keeps the next from fitting.
+    """Keep what is freed, of blocks below 32 MB. Larger ones are mapped one by one and given back: kept they would be
+    many, as a small block that takes a piece of one keeps the next from fitting.
 
     Nothing is done in another C library.
     """
     trim_threshold, map_threshold = -1, -3
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(trim_threshold, -1)  # never
         mallopt(map_threshold, 2**25)
 
 
