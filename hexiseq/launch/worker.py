@@ -144,7 +144,7 @@ def prepare_cpu() -> None:
     to 0.3 ms instead of 2 to 4.
 
     **It keeps memory** that is freed (glibc's `mallopt(3)`), as a GPU's allocator does. Else that of large tensors goes
-    back to the system, and comes again page by page, zeroed: 5 us for each of some ten thousand pages a step.
+    back to the system, and comes again page by page, zeroed: some ten thousand pages a step (``docs/testbed.md``).
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # some containers forbid it
